@@ -33,6 +33,7 @@ from server.serve.preflight.model import (
     read_headers,
     why_unfit,
 )
+from server.serve.preflight.tiers import check_tiers
 from server.serve.preflight.unix_socket import check_path
 
 
@@ -96,19 +97,21 @@ def check_files(options: Options, num_ranks: int) -> WeightBytes:
 def check_room(
     options: Options, weights: WeightBytes, *, num_ranks: int, num_local_ranks: int, gpu_bytes: int | None
 ) -> ExpertMemory:
-    """Check that this node's ranks fit into its memory, and return the size of a rank's experts.
+    """Check that this node's ranks and tiers fit into its memory, and return the size of a rank's experts.
 
     Raises:
         PreflightError: They do not fit.
     """
     experts = rank_experts(weights, read_config(Path(options.model)), options, num_ranks)
-    check_memory(
+    host_bytes = available_bytes()
+    needed = check_memory(
         weights,
         experts,
         options,
         num_local_ranks=num_local_ranks if gpu_bytes is None else 1,
-        free_bytes=available_bytes() if gpu_bytes is None else gpu_bytes,
+        free_bytes=host_bytes if gpu_bytes is None else gpu_bytes,
     )
+    check_tiers(options.engine, ranks_bytes=needed if gpu_bytes is None else 0, free_bytes=host_bytes)
     return experts
 
 

@@ -9,7 +9,7 @@ GPU_SHARE = 0.9  # default share of a GPU's free memory
 
 
 def cpu_cache_bytes(options: Options, *, free_bytes: int, num_local_ranks: int, spare_bytes: int) -> int:
-    """Return a rank's share of a machine's free memory.
+    """Return a rank's share of a machine's free memory, after the tier that all its ranks share.
 
     Args:
         spare_bytes: Bytes reserved for moving experts.
@@ -17,6 +17,7 @@ def cpu_cache_bytes(options: Options, *, free_bytes: int, num_local_ranks: int, 
     Raises:
         KVMemoryError: No memory is left.
     """
+    free_bytes -= options.engine.kv_offloading_bytes
     share = int(free_bytes * (options.gpu_memory_utilization or KV_SHARE)) // num_local_ranks
     return cache_budget(share, spare_bytes)
 

@@ -273,12 +273,16 @@ def value_dims(config: dict[str, Any]) -> tuple[int, ...]:
 
 def check_memory(
     weights: WeightBytes, experts: ExpertMemory, options: Options, *, num_local_ranks: int, free_bytes: int
-) -> None:
-    """Raise if this node's ranks do not fit into its free memory: weights, spare slots, a given KV cache, processes."""
+) -> int:
+    """Return the memory that this node's ranks need: weights, spare slots, a given KV cache, processes.
+
+    Raises:
+        PreflightError: It exceeds `free_bytes`.
+    """
     rank_weights, cache = weights.shared + experts.serving, options.engine.kv_cache_bytes or 0
     needed = num_local_ranks * (rank_weights + experts.spare + cache + _PROCESS_BYTES)
     if needed <= free_bytes:
-        return
+        return needed
     spare = f" + {gib(experts.spare)} for moving experts" if experts.spare else ""
     kv = f" + {gib(cache)} of KV cache" if cache else ""
     raise PreflightError(

@@ -1,0 +1,72 @@
+"""Check that the tiers of the KV cache fit on this node: into its free memory and on its disk. Does not use torch.
+
+A tier that is too large fails here and not at its first use, when it would end ranks or fill the disk. A disk that becomes
+full or unwritable later only disables its tier. The size of /dev/shm is not checked: the ranks share an unnamed file, which
+that limit does not concern.
+"""
+
+import os
+from pathlib import Path
+
+from scheduler.policy.config import EngineSettings
+from server.serve.preflight.memory import gib
+from server.serve.preflight.model import PreflightError
+
+
+def check_tiers(engine: EngineSettings, *, ranks_bytes: int, free_bytes: int) -> None:
+    """Check the sizes of this node's tiers.
+
+    Args:
+        ranks_bytes: Host memory that the ranks of this node need for themselves.
+        free_bytes: Free host memory, before any rank has started.
+
+    Raises:
+        PreflightError: A tier does not fit, or its folder cannot be written. The message has the sizes and the remedy.
+    """
+    if engine.kv_offloading_bytes:
+        _check_host(engine.kv_offloading_bytes, free_bytes - ranks_bytes, ranks_bytes)
+    if engine.kv_offloading_dir is not None:
+        _check_disk(engine.kv_offloading_disk_bytes, Path(engine.kv_offloading_dir))
+
+
+def _check_host(tier_bytes: int, left_bytes: int, ranks_bytes: int) -> None:
+    if tier_bytes > left_bytes:
+        of_ranks = f" after the {gib(ranks_bytes)} that this node's ranks need" if ranks_bytes else ""
+        raise PreflightError(
+            f"--kv-offloading-size is {gib(tier_bytes)}, but {gib(max(0, left_bytes))} of host memory is free{of_ranks}; "
+            "give a smaller size, or add a tier on disk with --kv-offloading-dir"
+        )
+
+
+def _check_disk(tier_bytes: int, folder: Path) -> None:
+    existing = next(each for each in (folder, *folder.parents) if each.exists())
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise PreflightError(
+            f"--kv-offloading-dir is {str(folder)!r}, but {existing} cannot be written; give a folder on a writable disk"
+        )
+    free_bytes = free_at(existing)
+    # Files of an earlier start count towards the tier, not against it. Counting them takes time, so it is the second step.
+    if tier_bytes > free_bytes and tier_bytes > free_bytes + (kept_bytes := _size_of(folder)):
+        kept = f" besides the {gib(kept_bytes)} in the folder" if kept_bytes else ""
+        raise PreflightError(
+            f"--kv-offloading-disk-size is {gib(tier_bytes)}, but the disk of {folder} has {gib(free_bytes)} free{kept}; "
+            "give a smaller size, or a folder on a larger disk"
+        )
+
+
+def free_at(path: Path) -> int:
+    """Return the bytes that this user may still write to the file system of `path`."""
+    found = os.statvfs(path)
+    return found.f_frsize * found.f_bavail
+
+
+def _size_of(folder: Path) -> int:
+    """Return the size on disk of all files below a folder. Files that vanish meanwhile do not count."""
+    total = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(parent, name)).st_blocks * 512
+            except FileNotFoundError:
+                continue
+    return total
