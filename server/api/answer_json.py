@@ -68,9 +68,21 @@ def usage_of(
         "prompt_tokens": prompt_tokens,
         "completion_tokens": output_tokens,
         "total_tokens": prompt_tokens + output_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "prompt_tokens_details": {"cached_tokens": cached_tokens, **cached_by_tier(choices[::n])},
         "completion_tokens_details": details,
     }
+
+
+def cached_by_tier(choices: Iterable[Generation]) -> dict[str, dict[str, int]]:
+    """Return where cached tokens came from, under SGLang's name, or nothing if all were on the device."""
+    cached = host = disk = 0
+    for each in choices:
+        cached += each.num_cached_tokens
+        host += each.num_host_tokens
+        disk += each.num_disk_tokens
+    if not host + disk:
+        return {}
+    return {"cached_tokens_details": {"device": cached - host - disk, "host": host, "disk": disk}}
 
 
 def metrics_of(answer: Answer) -> dict[str, float | None] | None:

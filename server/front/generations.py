@@ -92,7 +92,7 @@ class Generation:
         self.num_moves = 0  # number of times that a rank released it
         self.num_tokens = 0
         self.num_draft_tokens = self.num_accepted_tokens = 0
-        self.num_cached_tokens = 0
+        self.num_cached_tokens = self.num_host_tokens = self.num_disk_tokens = 0
         self.submitted_s = ask.request.arrival_s  # time of submission to the present rank
         self.queued_s = 0.0  # from arrival to the start on the rank that produced the first token
         self.prompt_logprobs: list[Logprobs] = []  # of prompt tokens 1 and up; they come with the first token
@@ -167,7 +167,9 @@ class Generation:
 
     def _take_beginning(self, output: RequestOutput) -> None:
         """Record values of the choice's first token. After a replay, another rank's first token does not count."""
-        self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
+        if output.num_cached_tokens > self.num_cached_tokens:
+            self.num_cached_tokens = output.num_cached_tokens
+            self.num_host_tokens, self.num_disk_tokens = output.num_host_tokens, output.num_disk_tokens
         before_s = self.submitted_s - self.ask.request.arrival_s
         self.queued_s = max(self.queued_s, before_s + output.queued_s)
         self.prompt_logprobs += output.prompt_logprobs

@@ -20,7 +20,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from scheduler.policy.request import FinishReason, Logprobs
-from server.api.answer_json import event
+from server.api.answer_json import cached_by_tier, event
 from server.api.openai.completions import open_completion
 from server.api.schemas import MAX_LOGPROBS, CompletionRequest, OwnFields
 from server.api.served import ServedModel
@@ -246,6 +246,7 @@ class _GenerateJson:
             "prompt_tokens": len(request.prompt_ids),
             "completion_tokens": len(choice.token_ids),
             "cached_tokens": generation.num_cached_tokens,
+            **cached_by_tier([generation]),
             "weight_version": "default",
             "e2e_latency": generation.last_token_s - request.arrival_s,
         }

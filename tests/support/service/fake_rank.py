@@ -33,6 +33,8 @@ class Script:
     error: str = ""
     gates: dict[int, threading.Event] = field(default_factory=dict)  # token number -> event to wait for
     num_cached_tokens: int = 0
+    num_host_tokens: int = 0  # of the cached ones
+    num_disk_tokens: int = 0
     tokens_per_step: int = 1
 
 
@@ -147,6 +149,8 @@ class FakeRank(PacedRank):
             else [logprobs_of(token, params.num_logprobs) for token in step],
             prompt_logprobs=prompt_logprobs_of(request) if at == begun == 0 else [],
             num_cached_tokens=script.num_cached_tokens,
+            num_host_tokens=script.num_host_tokens,
+            num_disk_tokens=script.num_disk_tokens,
             finish_reason=(script.finish if is_whole else FinishReason.LENGTH) if ends else None,
             error=script.error if ends else "",
         )

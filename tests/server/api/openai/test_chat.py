@@ -36,6 +36,16 @@ def test_a_whole_answer_has_text_usage_and_one_finish_reason(
     assert answer.usage.completion_tokens == len(script.token_ids)
     assert answer.usage.total_tokens == len(sent.prompt_ids) + len(script.token_ids)
     assert answer.usage.prompt_tokens_details.cached_tokens == 3
+    assert "cached_tokens_details" not in answer.usage.prompt_tokens_details.model_extra, (
+        "all were on the device"
+    )
+
+
+def test_cached_tokens_are_reported_by_tier(front: FrontProcess, client: openai.OpenAI) -> None:
+    front.script("w-tiers", TEXT, num_cached_tokens=9, num_host_tokens=4, num_disk_tokens=3)
+    details = chat(client, "w-tiers").usage.prompt_tokens_details
+    assert details.cached_tokens == 9
+    assert details.cached_tokens_details == {"device": 2, "host": 4, "disk": 3}
 
 
 def test_the_prompt_is_the_chat_template_s(front: FrontProcess, client: openai.OpenAI) -> None:

@@ -31,7 +31,13 @@ def test_an_answer_has_sglang_s_form(front: FrontProcess) -> None:
     assert info["id"] == "mine" and info["finish_reason"]["type"] == "stop"
     assert info["completion_tokens"] == len(answer["output_ids"])
     assert info["prompt_tokens"] == len(front.asked("g-plain").prompt_ids) and info["cached_tokens"] == 2
-    assert info["e2e_latency"] > 0
+    assert info["e2e_latency"] > 0 and "cached_tokens_details" not in info
+
+
+def test_cached_tokens_are_reported_by_tier(front: FrontProcess) -> None:
+    front.script("g-tiers", "ok", num_cached_tokens=9, num_host_tokens=4)
+    info = generate(front, text="g-tiers")["meta_info"]
+    assert (info["cached_tokens"], info["cached_tokens_details"]) == (9, {"device": 5, "host": 4, "disk": 0})
 
 
 def test_sampling_params_reach_the_rank(front: FrontProcess) -> None:
