@@ -50,9 +50,15 @@ class RequestCounts(Protocol):
         """Record a client's request with `n` choices in all."""
 
     def note_first_token(
-        self, rank: int, ttft_s: float, *, num_prompt_tokens: int, num_cached_tokens: int
+        self,
+        rank: int,
+        ttft_s: float,
+        *,
+        num_prompt_tokens: int,
+        num_cached_tokens: int,
+        num_tier_tokens: int,
     ) -> None:
-        """Record a choice's first token."""
+        """Record a choice's first token. `num_tier_tokens`: those of the cached tokens that were not on the device."""
 
     def note_tokens(self, rank: int, num_tokens: int, gap_s: float | None) -> None:
         """Record tokens that arrived `gap_s` after the previous ones, or None for the first tokens."""
@@ -418,6 +424,7 @@ class Requests:
                 gap_s,
                 num_prompt_tokens=len(generation.ask.request.prompt_ids),
                 num_cached_tokens=output.num_cached_tokens,
+                num_tier_tokens=output.num_host_tokens + output.num_disk_tokens,
             )
         generation.last_token_s = now_s
 

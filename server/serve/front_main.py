@@ -132,7 +132,12 @@ async def _run(
     if ready_fd is not None:
         announce(ready_fd, listener, options, ranks_address, token)
     slow = await asyncio.to_thread(_import_http_service)  # meanwhile connections wait in both sockets
-    metrics = Metrics(options.served_model_names[0], num_ranks, options.engine.num_drafts)
+    metrics = Metrics(
+        options.served_model_names[0],
+        num_ranks,
+        options.engine.num_drafts,
+        has_tiers=options.engine.has_tiers,
+    )
     epochs = Epochs(num_ranks, recovery_timeout_s=options.engine.rank_recovery_timeout_s)
     try:
         tokenizer = await asyncio.to_thread(

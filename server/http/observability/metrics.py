@@ -17,10 +17,12 @@ from scheduler.policy.request import DraftCounts, FinishReason, RankStats
 from server.front.timing import Timing
 from server.http.exchanges import HttpExchange
 from server.http.observability.throughput import Throughput
+from server.http.observability.tiers import TIERS, TierTotals, device_hits
 from server.link.messages import RankFacts
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _COMPUTED, _CACHED, _TRANSFERRED = "local_compute", "local_cache_hit", "external_kv_transfer"
+_DEVICE = "device"
 _CAPACITY, _DEFERRED = "capacity", "deferred"
 _AWAKE, _ASLEEP = "awake", ("weights_offloaded", "discard_all")
 
@@ -127,8 +129,15 @@ class _Found(NamedTuple):
 class Metrics:
     """The front's registry: methods that record events, and the text for Prometheus."""
 
-    def __init__(self, model_name: str, num_ranks: int, num_drafts: int = 0) -> None:
-        """Args: num_drafts is the maximum number of drafted tokens per step of a request; 0 omits the draft families."""
+    def __init__(
+        self, model_name: str, num_ranks: int, num_drafts: int = 0, *, has_tiers: bool = False
+    ) -> None:
+        """Create the families.
+
+        Args:
+            num_drafts: Maximum number of drafted tokens per step of a request; 0 omits the draft families.
+            has_tiers: Whether the KV cache has tiers; False omits their families.
+        """
         self._registry = CollectorRegistry()
         self._collectors: list[Collector] = []
         self._writing = asyncio.Lock()
@@ -136,6 +145,9 @@ class Metrics:
         self._last: dict[int, RankStats] = {}
         self._cache_labels: dict[int, tuple[str, ...]] = {}
         self.throughput = Throughput()
+        self.tiers = TierTotals(model_name, num_ranks)
+        if has_tiers:
+            self.add(self.tiers)
         self.http = HttpMetrics(self._registry, self.throughput)
         ProcessCollector(registry=self._registry)  # the front's processor time, memory, descriptors
         self._make_rank_families(self._families)
@@ -191,7 +203,11 @@ class Metrics:
             Counter, "prompt_tokens_by_source", "Prompt tokens.", "source", (_COMPUTED, _CACHED, _TRANSFERRED)
         )
         self._cached_by_source = make.labelled(
-            Counter, "prompt_tokens_cached_by_source", "Cached prompt tokens, by tier.", "source", ("device",)
+            Counter,
+            "prompt_tokens_cached_by_source",
+            "Cached prompt tokens, by tier.",
+            "source",
+            (_DEVICE, *TIERS),
         )
         self._output_tokens = make.counter("generation_tokens", "Tokens generated.")
         self._ttft = make.histogram("time_to_first_token_seconds", "Arrival to first token.", TTFT_S)
@@ -246,6 +262,7 @@ class Metrics:
             self._last.pop(facts.rank, None)
             self.throughput.note_new_engine(facts.rank)
         self.throughput.note_rank(facts)
+        self.tiers.note_rank(facts)
         labels = (
             *(self._families.model_name, str(facts.rank), str(facts.block_tokens), str(facts.num_blocks)),
             str(enable_prefix_caching),
@@ -256,6 +273,7 @@ class Metrics:
     def note_lost(self, rank: int) -> None:
         """Record the loss of a rank: it runs and holds nothing. The same engine may return."""
         self.throughput.note_lost(rank)
+        self.tiers.note_lost(rank)
         name = str(rank)
         for gauge in (self._num_running, self._num_waiting, self._kv_usage, self._memory):
             gauge[name].set(0)
@@ -270,7 +288,8 @@ class Metrics:
 
     def note_stats(self, stats: RankStats) -> None:
         """Record a rank's state after a step."""
-        self.throughput.note_stats(stats)
+        found = self.tiers.note_stats(stats)
+        self.throughput.note_stats(stats, found)
         rank = str(stats.rank)
         last = self._last.get(stats.rank)
         self._num_running[rank].set(stats.num_running)
@@ -286,6 +305,9 @@ class Metrics:
         ):
             grown = getattr(stats, field) - (getattr(last, field) if last else 0)
             counter[rank].inc(max(0, grown))
+        self._cached_by_source[rank, _DEVICE].inc(device_hits(stats, last, found))
+        for tier in TIERS if found else ():
+            self._cached_by_source[rank, tier].inc(getattr(found, f"{tier}_hit_tokens"))
         if self._positions:
             self._note_drafts(rank, stats.drafts, last.drafts if last else DraftCounts())
         self._last[stats.rank] = stats
@@ -307,7 +329,13 @@ class Metrics:
         self._param_max_tokens.observe(max_tokens)
 
     def note_first_token(
-        self, rank: int, ttft_s: float, *, num_prompt_tokens: int, num_cached_tokens: int
+        self,
+        rank: int,
+        ttft_s: float,
+        *,
+        num_prompt_tokens: int,
+        num_cached_tokens: int,
+        num_tier_tokens: int,
     ) -> None:
         self.throughput.note_first_token(ttft_s, num_prompt_tokens=num_prompt_tokens)
         name = str(rank)
@@ -316,8 +344,8 @@ class Metrics:
         self._prompt_by_source[name, _COMPUTED].inc(num_prompt_tokens - num_cached_tokens)
         if num_cached_tokens:
             self._prompt_cached[name].inc(num_cached_tokens)
-            self._prompt_by_source[name, _CACHED].inc(num_cached_tokens)
-            self._cached_by_source[name, "device"].inc(num_cached_tokens)
+            self._prompt_by_source[name, _CACHED].inc(num_cached_tokens - num_tier_tokens)
+            self._prompt_by_source[name, _TRANSFERRED].inc(num_tier_tokens)
 
     def note_tokens(self, rank: int, num_tokens: int, gap_s: float | None) -> None:
         self.throughput.note_tokens(num_tokens, gap_s)

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from kvcache.tiers.figures import TierFigures
 from scheduler.policy.request import NO_DRAFTS, RankStats
 from server.http.observability.percentiles import WindowedPercentiles
 from server.http.observability.series import EVERY_S, Series
@@ -30,6 +31,9 @@ class Speed(NamedTuple):
     ttft_s: float | None  # mean, or None without a first token
     ttft_max_s: float | None
     prefix_hit_rate: float | None  # share of looked-up prompt tokens, or None without any
+    # Parts of `prefix_hit_rate` that tiers contributed, or None without tiers.
+    host_hit_rate: float | None = None
+    disk_hit_rate: float | None = None
     draft_acceptance: float | None = None  # share of drafted tokens, or None without any
     # Percentiles, accurate to 5 %, or None if nothing was counted.
     ttft_p50_s: float | None = None
@@ -51,6 +55,8 @@ class _Counts(NamedTuple):
     output_tokens: int = 0
     query_tokens: int = 0
     hit_tokens: int = 0
+    host_tokens: int = 0
+    disk_tokens: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
     refused: int = 0
@@ -73,6 +79,7 @@ class Throughput:
         self._clock, self._calendar = clock, calendar
         self._ranks: dict[int, RankStats] = {}  # of serving ranks
         self._counted: dict[int, RankStats] = {}  # by engine, including one that may return
+        self._has_tiers = False
         self._now = _Counts(clock())
         self._before: deque[_Counts] = deque([self._now])  # one per tick
         self._first_tokens: deque[tuple[float, float]] = deque()  # (time, latency) in the last window
@@ -115,15 +122,19 @@ class Throughput:
         """Record an attached rank's facts."""
         self._facts[facts.rank] = (facts, self._calendar())
 
-    def note_stats(self, stats: RankStats) -> None:
-        """Record a rank's state after a step."""
+    def note_stats(self, stats: RankStats, tiers: TierFigures | None = None) -> None:
+        """Record a rank's state after a step. `tiers`: growth of its tiers' counters since the last one; None without tiers."""
         last = self._counted.get(stats.rank)
         query = stats.prefix_query_tokens - (last.prefix_query_tokens if last else 0)
         hit = stats.prefix_hit_tokens - (last.prefix_hit_tokens if last else 0)
         drafts, before = stats.drafts, last.drafts if last else NO_DRAFTS
         tried = drafts.num_draft_tokens - before.num_draft_tokens
         accepted = drafts.num_accepted_tokens - before.num_accepted_tokens
+        self._has_tiers = self._has_tiers or tiers is not None
+        tiers = tiers or TierFigures()
         self._now = self._now._replace(
+            host_tokens=self._now.host_tokens + tiers.host_hit_tokens,
+            disk_tokens=self._now.disk_tokens + tiers.disk_hit_tokens,
             draft_tokens=self._now.draft_tokens + max(0, tried),
             accepted_tokens=self._now.accepted_tokens + max(0, accepted),
             query_tokens=self._now.query_tokens + max(0, query),
@@ -163,6 +174,7 @@ class Throughput:
         since, now = self._before[0], self._now
         seconds = max(self._clock() - since.at_s, EVERY_S)
         num_queried = now.query_tokens - since.query_tokens
+        of_tiers = num_queried if self._has_tiers else 0
         num_tried = now.draft_tokens - since.draft_tokens
         waits_s = [wait_s for _, wait_s in self._first_tokens]
         ranks = self._ranks.values()
@@ -177,6 +189,8 @@ class Throughput:
             ttft_s=sum(waits_s) / len(waits_s) if waits_s else None,
             ttft_max_s=max(waits_s, default=None),
             prefix_hit_rate=(now.hit_tokens - since.hit_tokens) / num_queried if num_queried else None,
+            host_hit_rate=(now.host_tokens - since.host_tokens) / of_tiers if of_tiers else None,
+            disk_hit_rate=(now.disk_tokens - since.disk_tokens) / of_tiers if of_tiers else None,
             draft_acceptance=(now.accepted_tokens - since.accepted_tokens) / num_tried if num_tried else None,
             ttft_p50_s=ttft[0],
             ttft_p99_s=ttft[1],
@@ -231,6 +245,8 @@ def in_words(speed: Speed) -> str:
     """Return the log line."""
     drafts = "" if speed.draft_acceptance is None else f", drafts accepted {speed.draft_acceptance:.1%}"
     hits = "-" if speed.prefix_hit_rate is None else f"{speed.prefix_hit_rate:.1%}"
+    if speed.host_hit_rate is not None:
+        hits += f" (host {speed.host_hit_rate:.1%}, disk {speed.disk_hit_rate or 0:.1%})"
     return (
         f"prompts {speed.prompt_tokens_per_s:.1f} tokens/s, generation {speed.generation_tokens_per_s:.1f} tokens/s, "
         f"running {speed.running}, waiting {speed.waiting}, KV cache {speed.kv_usage:.1%}, prefix hits {hits}{drafts}"

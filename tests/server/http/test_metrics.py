@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvcache.tiers.figures import TierFigures
 from scheduler.policy.request import DraftCounts, FinishReason, RankStats
 from server.experts.load import ExpertsLoad
 from server.experts.metrics import ExpertsMetrics
@@ -25,7 +26,8 @@ DASHBOARD = Path(__file__).resolve().parents[3] / "docs" / "grafana" / "wideep.j
 ENGINE = frozenset({"model_name", "engine"})
 # The metrics in vLLM's published dashboards (examples/observability: prometheus_grafana/grafana.json, and overview,
 # instances, kv_cache, service_status, performance_ and query_statistics), without the rows of optional features that a vLLM
-# service may lack, too: LoRA, sleep operations, FLOPs, KV transfer and offloading, speculation, multimodal caches.
+# service may lack, too: LoRA, sleep operations, FLOPs, KV transfer, speculation, multimodal caches. Those of KV offloading are those
+# of its connector's code (kv_connector/v1/offloading/metrics.py).
 READ_BY_VLLM_DASHBOARDS: dict[str, tuple[str, frozenset[str]]] = {
     "vllm:e2e_request_latency_seconds": ("histogram", ENGINE),
     "vllm:time_to_first_token_seconds": ("histogram", ENGINE),
@@ -46,6 +48,12 @@ READ_BY_VLLM_DASHBOARDS: dict[str, tuple[str, frozenset[str]]] = {
     "vllm:prompt_tokens_cached": ("counter", ENGINE),
     "vllm:prompt_tokens_by_source": ("counter", ENGINE | {"source"}),
     "vllm:prompt_tokens_cached_by_source": ("counter", ENGINE | {"source"}),
+    "vllm:external_prefix_cache_queries": ("counter", ENGINE),
+    "vllm:external_prefix_cache_hits": ("counter", ENGINE),
+    "vllm:kv_offload_load_bytes": ("counter", ENGINE),
+    "vllm:kv_offload_load_time": ("counter", ENGINE),
+    "vllm:kv_offload_store_bytes": ("counter", ENGINE),
+    "vllm:kv_offload_store_time": ("counter", ENGINE),
     "vllm:generation_tokens": ("counter", ENGINE),
     "vllm:request_success": ("counter", ENGINE | {"finished_reason"}),
     "vllm:prefix_cache_queries": ("counter", ENGINE),
@@ -91,12 +99,18 @@ def value_of(metrics: Metrics, name: str, **labels: str) -> float:
 @pytest.fixture
 def metrics() -> Metrics:
     """Metrics of two ranks. Rank 0 has attached, and one exchange has ended."""
-    made = Metrics("m", 2)
+    made = Metrics("m", 2, has_tiers=True)
     facts = RankFacts(
         rank=0, world_size=2, host="h", pid=1, max_model_len=9, num_blocks=8, block_tokens=16, max_num_seqs=4,
         max_num_batched_tokens=64, device="cpu",
     )  # fmt: skip
     made.note_rank(facts, enable_prefix_caching=True)
+    made.note_stats(
+        RankStats(
+            rank=0, step=0, num_running=0, num_waiting=0, num_free_blocks=8, num_blocks=8, num_step_tokens=0, num_preemptions=0,
+            prefix_query_tokens=0, prefix_hit_tokens=0, tiers=TierFigures(),
+        )
+    )  # fmt: skip
     made.http.note(ended_exchange())
     return made
 
@@ -154,12 +168,13 @@ def test_a_request_without_tokens_has_an_end_but_no_phases(metrics: Metrics) -> 
 
 
 def test_prompt_tokens_count_when_they_have_been_run_by_source(metrics: Metrics) -> None:
-    metrics.note_first_token(0, 0.5, num_prompt_tokens=10, num_cached_tokens=4)
+    metrics.note_first_token(0, 0.5, num_prompt_tokens=10, num_cached_tokens=4, num_tier_tokens=1)
     metrics.note_tokens(0, 1, None)
     metrics.note_tokens(0, 2, 0.5)
     assert value_of(metrics, "vllm:prompt_tokens_total") == 10
     assert value_of(metrics, "vllm:prompt_tokens_by_source_total", source="local_compute") == 6
-    assert value_of(metrics, "vllm:prompt_tokens_by_source_total", source="local_cache_hit") == 4
+    assert value_of(metrics, "vllm:prompt_tokens_by_source_total", source="local_cache_hit") == 3
+    assert value_of(metrics, "vllm:prompt_tokens_by_source_total", source="external_kv_transfer") == 1
     assert value_of(metrics, "vllm:prompt_tokens_cached_total") == 4
     assert value_of(metrics, "vllm:generation_tokens_total") == 3
     assert value_of(metrics, "vllm:inter_token_latency_seconds_count") == 2

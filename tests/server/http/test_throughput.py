@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
+from kvcache.tiers.figures import TierFigures
 from scheduler.policy.request import DraftCounts, RankStats
 from server.http.observability.series import EVERY_S, MOST, Series
 from server.http.observability.throughput import WINDOW_S, Throughput
@@ -183,3 +184,19 @@ def test_drafts_are_told_where_there_are_any(lines: pytest.LogCaptureFixture) ->
     watched.after(8)
     assert watched.speed().draft_acceptance == 0.6
     assert "drafts accepted 60.0%" in lines.messages[-1]
+
+
+def test_hits_of_tiers_are_parts_of_the_hit_rate(lines: pytest.LogCaptureFixture) -> None:
+    watched = Watched()
+    watched.note_stats(STATS)
+    watched.after(4)
+    assert (watched.speed().host_hit_rate, watched.speed().disk_hit_rate) == (None, None)
+    stats = replace(STATS, step=2, prefix_query_tokens=100, prefix_hit_tokens=60)
+    watched.note_stats(stats, TierFigures(host_hit_tokens=30, disk_hit_tokens=10))
+    watched.after(8)
+    speed = watched.speed()
+    assert (speed.prefix_hit_rate, speed.host_hit_rate, speed.disk_hit_rate) == (0.6, 0.3, 0.1)
+    assert "prefix hits 60.0% (host 30.0%, disk 10.0%)" in lines.messages[-1]
+    watched.note_stats(replace(stats, step=3, prefix_query_tokens=200), TierFigures())
+    watched.after(8)
+    assert watched.speed().host_hit_rate == 0, "the tiers were searched in vain"
