@@ -1,4 +1,4 @@
-"""`wideep status`: which ranks of a running service serve, which are missing and why, and what happened last."""
+"""`wideep status`: which ranks of a running service serve, which are missing and why, KV tiers, and what happened last."""
 
 import argparse
 import json
@@ -39,5 +39,22 @@ def _lines(status: Mapping[str, Any]) -> Iterator[str]:
         f"since the start: {status['losses']} losses, {status['replays']} requests continued on another rank; "
         f"{status['waiting_requests']} requests wait for a rank"
     )
+    for each in status.get("tiers", ()):
+        yield f"KV tiers of {each['host']}: {', '.join(_tiers(each))}"
     for each in status["events"][-NUM_EVENTS:]:
         yield f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(each['time']))}  {each['text']}"
+
+
+def _tiers(node: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the parts of a node's line."""
+    for tier, name in (("host", "memory"), ("disk", "disk")):
+        if capacity := node[f"{tier}_capacity_bytes"]:
+            used, hits = node[f"{tier}_bytes"], node[f"{tier}_hit_tokens"]
+            is_off = tier == "disk" and node["is_disk_off"]
+            off = "; disabled after an error, until the next start" if is_off else ""
+            yield f"{name} {_gib(used)} of {_gib(capacity)} GiB ({hits:,} prompt tokens found{off})"
+    yield f"{node['faults']} damaged and {node['dropped']} dropped blocks"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f}"

@@ -213,7 +213,7 @@ class HttpService:
             ),
             placement_routes(self.placement, options.engine.eplb_config),
             ops_routes(version, metrics, self.why_not_ready),
-            membership_routes(self._epochs, self._journal, self._num_parked, self.events),
+            membership_routes(self._epochs, self._journal, self._num_parked, self.events, metrics.tiers),
             dashboard_routes(),
             docs_routes(),
             throughput_routes(metrics.throughput),

@@ -1,6 +1,6 @@
 """The routes for operators and load balancers: /health, /ping, /version, /metrics, /throughput, and membership.
 
-GET /v1/fault_tolerance/status reports the serving ranks, and the missing ranks with reason and time. Its path,
+GET /v1/fault_tolerance/status reports the serving ranks, the missing ranks with reason and time, and KV tiers. Its path,
 `schema_version`, `total_engines` and `engines` with `id`, `status` and `fault_info` are vLLM's, so that monitors of vLLM's
 ranks work here; the other fields are WideEP's. There are no instructions to apply, because ranks return by themselves.
 """
@@ -21,6 +21,7 @@ from server.http.json_writer import json_response
 from server.http.observability import metrics
 from server.http.observability.metrics import Metrics
 from server.http.observability.throughput import Throughput
+from server.http.observability.tiers import TierTotals
 from server.http.routes import new_router
 
 
@@ -81,15 +82,20 @@ SCHEMA_VERSION = 1
 
 
 def membership_routes(
-    epochs: Epochs, journal: Journal, num_parked: Callable[[], int], events: EventLog
+    epochs: Epochs,
+    journal: Journal,
+    num_parked: Callable[[], int],
+    events: EventLog,
+    tiers: TierTotals,
 ) -> APIRouter:
     """Return the route of /v1/fault_tolerance/status."""
     router = new_router()
 
     async def show_status() -> dict[str, Any]:
-        """Return the serving ranks, the missing ranks with reason and time, and past events."""
+        """Return the serving ranks, the missing ranks with reason and time, the tiers of the KV cache, and past events."""
         status = status_of(epochs, time.monotonic(), time.time())
-        return {**status, **_requests(journal, num_parked()), "events": events.to_json()}
+        told = {"tiers": tiers.to_json(), "events": events.to_json()}
+        return {**status, **_requests(journal, num_parked()), **told}
 
     router.add_api_route("/v1/fault_tolerance/status", show_status, methods=["GET"], response_model=None)
     return router

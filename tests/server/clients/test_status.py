@@ -62,3 +62,27 @@ def test_scripts_get_the_service_s_answer(
     assert shown(monkeypatch, answer, "--json") == 1 and json.loads(capsys.readouterr().out) == answer
     assert shown(monkeypatch, {"phase": "serving"}) == 1
     assert "http://127.0.0.1:8000 did not return a status of WideEP" in capsys.readouterr().err
+
+
+def test_tiers_have_a_line_per_node_and_a_disabled_disk_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    epochs = Epochs(1, recovery_timeout_s=9.0)
+    epochs.attach(0, 0.0)
+    node = {
+        "host": "node-0", "ranks": [0], "host_bytes": 3 << 29, "host_capacity_bytes": 4 << 30, "disk_bytes": 5 << 30,
+        "disk_capacity_bytes": 200 << 30, "is_disk_off": False, "host_hit_tokens": 12_345, "disk_hit_tokens": 16,
+        "faults": 2, "dropped": 7,
+    }  # fmt: skip
+    only_memory = {**node, "host": "node-1", "disk_bytes": 0, "disk_capacity_bytes": 0}
+    failed = {**node, "host": "node-2", "host_capacity_bytes": 0, "is_disk_off": True}
+    answer = {**answer_of(epochs, EventLog()), "tiers": [node, only_memory, failed]}
+    assert shown(monkeypatch, answer) == 0
+    memory = "memory 1.5 of 4.0 GiB (12,345 prompt tokens found)"
+    disk = "disk 5.0 of 200.0 GiB (16 prompt tokens found"
+    faults = "2 damaged and 7 dropped blocks"
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        f"KV tiers of node-0: {memory}, {disk}), {faults}",
+        f"KV tiers of node-1: {memory}, {faults}",
+        f"KV tiers of node-2: {disk}; disabled after an error, until the next start), {faults}",
+    ]

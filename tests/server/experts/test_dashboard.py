@@ -254,7 +254,7 @@ def test_ranks_events_and_the_service_are_shown(browser: Chromium, service: Dash
     assert browser.evaluate("document.querySelectorAll('#ttft .mark.incident').length") == 2
     browser.wait_for("document.getElementById('card').innerText.includes('8,192 tokens')")
     assert "WideEP 0.1.0" in text(browser, "card") and "4xx 0, 429 0, 5xx 0" in text(browser, "card")
-    for chart in ("speed", "ttft", "itl", "e2e", "queue"):
+    for chart in ("speed", "ttft", "itl", "e2e", "queue", "hits"):
         assert browser.evaluate(f"document.querySelectorAll('#{chart} .line').length") == 2
     assert not browser.complaints
     service.facts = {}
@@ -264,6 +264,33 @@ def test_ranks_events_and_the_service_are_shown(browser: Chromium, service: Dash
     assert "WideEP 0.1.0" not in text(browser, "card"), (
         "with API keys the page shows everything except the facts"
     )
+
+
+@needs_chromium
+def test_tiers_of_the_kv_cache_are_summed_over_nodes_and_a_failed_disk_is_named(
+    browser: Chromium, service: DashboardService
+) -> None:
+    service.answer = load_answer(2, 8, 2)
+    browser.open(service.url)
+    browser.wait_for("document.getElementById('card').innerText.includes('KV on disk')")
+    card = text(browser, "card")
+    assert "3 GiB of 8 GiB" in card and "10 GiB of 400 GiB" in card
+    assert "4 damaged and 14 dropped blocks" in card and "disabled" not in card
+    now = service.throughput["now"]
+    wanted = [
+        f"{now[name]:.1%}".replace("%", " %")
+        for name in ("prefix_hit_rate", "host_hit_rate", "disk_hit_rate")
+    ]
+    wanted_note = f"prefix hits {wanted[0]} (host {wanted[1]}, disk {wanted[2]}) in the last 10 s"
+    browser.wait_for("document.getElementById('service').innerText.includes('prefix hits')")
+    assert wanted_note in text(browser, "service")
+    service.ranks = rank_status(2, failed_disks=1)
+    browser.wait_for("document.getElementById('card').innerText.includes('disabled')")
+    assert "10 GiB of 400 GiB, disabled after an error on node-0" in text(browser, "card")
+    service.ranks = {**rank_status(2), "tiers": []}
+    browser.wait_for("!document.getElementById('card').innerText.includes('KV on disk')")
+    assert "KV faults" not in text(browser, "card"), "a service without tiers shows none"
+    assert not browser.complaints
 
 
 @needs_chromium

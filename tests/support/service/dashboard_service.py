@@ -4,6 +4,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -11,25 +12,36 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.responses import JSONResponse, Response
 
+from kvcache.tiers.figures import TierFigures
 from scheduler.policy.request import RankStats
 from server.experts.dashboard.routes import dashboard_routes
 from server.front.events import EventLog
 from server.front.membership import Epochs
 from server.http.observability.ops import status_of
 from server.http.observability.throughput import Throughput
+from server.http.observability.tiers import TierTotals
 from server.link.messages import RankFacts
 
 TIMEOUT_S = 30.0
+TIERS = TierFigures(
+    host_bytes=3 << 29,
+    host_capacity_bytes=4 << 30,
+    disk_bytes=5 << 30,
+    disk_capacity_bytes=200 << 30,
+    num_faults=2,
+    num_dropped=7,
+)
 
 
 def rank_status(
-    num_ranks: int, *, lost: Mapping[int, str] | None = None, waits: bool = False
+    num_ranks: int, *, lost: Mapping[int, str] | None = None, waits: bool = False, failed_disks: int = 0
 ) -> dict[str, Any]:
     """Return the answer of GET /v1/fault_tolerance/status, with some ranks lost for 12 s.
 
     Args:
         lost: Reasons by rank.
         waits: Whether the other ranks wait for them.
+        failed_disks: Number of nodes with a disabled tier on disk.
     """
     epochs = Epochs(num_ranks, recovery_timeout_s=600.0)
     for rank in range(num_ranks):
@@ -50,8 +62,18 @@ def rank_status(
         **status,
         "replays": 3 if lost else 0,
         "waiting_requests": 0,
+        "tiers": _tiers_of(num_ranks, failed_disks),
         "events": events.to_json(),
     }
+
+
+def _tiers_of(num_ranks: int, failed_disks: int) -> list[dict[str, Any]]:
+    """Return tiers of nodes with one rank each."""
+    totals = TierTotals("tiny", num_ranks)
+    for rank in range(num_ranks):
+        totals.note_rank(rank_facts(rank))
+        totals.note_stats(replace(_stats_of(rank, 1), tiers=TIERS._replace(is_disk_off=rank < failed_disks)))
+    return totals.to_json()
 
 
 def throughput_answer(*, seconds: int = 600, tokens_per_s: int = 40) -> dict[str, Any]:
@@ -66,7 +88,7 @@ def throughput_answer(*, seconds: int = 600, tokens_per_s: int = 40) -> dict[str
         if tick % 3 == 0:
             throughput.note_first_token(0.2 + 0.1 * (tick % 5), num_prompt_tokens=90)
         for rank in (0, 1):
-            throughput.note_stats(_stats_of(rank, tick))
+            throughput.note_stats(_stats_of(rank, tick), TierFigures(host_hit_tokens=4, disk_hit_tokens=2))
         now_s += 2.0
         throughput.tick(logs=False)
     return throughput.to_json()

@@ -10,6 +10,11 @@ export function short(value) {
   return `${Number(value.toPrecision(3))}`;
 }
 
+/** Bytes in GiB: 3221225472 is 3 GiB. */
+export function gib(bytes) {
+  return `${Number((bytes / 2 ** 30).toPrecision(3))} GiB`;
+}
+
 /** All digits, grouped: 1234567 is 1,234,567. */
 export function exact(value) {
   return value === null || value === undefined ? NONE : value.toLocaleString("en-US", { maximumFractionDigits: 1 });

@@ -125,7 +125,7 @@ function showOperations() {
   const isKnown = showRankTable(at("rank-table"), service.status, service.speed, now_s);
   showEvents(at("events"), events);
   at("events-note").textContent = events.length ? "" : "No rank has been lost since the service started.";
-  showCard(at("card"), service.facts, service.speed, load, now_s);
+  showCard(at("card"), service, load, now_s);
   at("operations").hidden = !isKnown;
 }
 

@@ -1,6 +1,6 @@
 // The operator's view: the ranks, their events, and facts about the service.
 
-import { clock, day, duration, exact, percent, sentence } from "./format.js";
+import { clock, day, duration, exact, gib, list, percent, sentence } from "./format.js";
 import { fillTable } from "./table.js";
 
 const DAY_S = 86400;
@@ -53,7 +53,8 @@ export function markOfEvent(event) {
 }
 
 /** Fill the list of facts about the service. */
-export function showCard(parent, facts, speed, load, now_s) {
+export function showCard(parent, { facts, speed, status }, load, now_s) {
+  const tiers = status?.tiers ?? [];
   const errors = speed?.http_errors;
   const rows = [
     ["Model", load?.model ?? facts?.served_model_name],
@@ -61,6 +62,9 @@ export function showCard(parent, facts, speed, load, now_s) {
     ["Device", facts?.device],
     ["Context", facts && `${exact(facts.context_length)} tokens`],
     ["KV cache", facts && `${exact(facts.max_total_num_tokens)} tokens`],
+    ["KV in host memory", sizeOf(tiers, "host")],
+    ["KV on disk", sizeOf(tiers, "disk")],
+    ["KV faults", tiers.length && `${exact(sumOf(tiers, "faults"))} damaged and ${exact(sumOf(tiers, "dropped"))} dropped blocks`],
     ["Concurrency", facts && `${exact(facts.max_running_requests)} requests`],
     ["Started", speed && `${when(speed.since)} (${duration(now_s - speed.since)} ago)`],
     ["HTTP errors", errors && `4xx ${exact(errors["4xx"])}, 429 ${exact(errors["429"])}, 5xx ${exact(errors["5xx"])}`],
@@ -73,6 +77,18 @@ export function showCard(parent, facts, speed, load, now_s) {
       return [term, text];
     }),
   );
+}
+
+/** The size of a tier over all nodes, "" without one. */
+function sizeOf(tiers, name) {
+  const room = sumOf(tiers, `${name}_capacity_bytes`);
+  const failed = tiers.filter((node) => name === "disk" && node.is_disk_off).map((node) => node.host);
+  const off = failed.length ? `, disabled after an error on ${list(failed)}` : "";
+  return room ? `${gib(sumOf(tiers, `${name}_bytes`))} of ${gib(room)}${off}` : "";
+}
+
+function sumOf(tiers, field) {
+  return tiers.reduce((sum, node) => sum + node[field], 0);
 }
 
 function when(time) {

@@ -35,6 +35,10 @@ const CHARTS = [
     lines: [line("running", "first", "running"), line("waiting", "second", "waiting")],
   },
   { name: "kv", title: "KV cache in use", axisOf: fullAxis, lines: [line("all ranks", "first", "kv_usage")] },
+  {
+    name: "hits", title: "Prompt tokens found in the prefix cache", axisOf: fullAxis,
+    lines: [line("all", "first", "prefix_hit_rate"), { title: "in host memory or on disk", kind: "second", value: ofTiers }],
+  },
 ];
 
 export class Service {
@@ -98,13 +102,26 @@ function tilesOf(health, now) {
     ["Requests running", exact(now?.running), now ? `${exact(now.waiting)} waiting` : ""],
     ["Time to first token", duration(now?.ttft_p50_s), noteOf(now?.ttft_p50_s, `median; p99 ${duration(now?.ttft_p99_s)}`)],
     ["Time between tokens", duration(now?.itl_p50_s), noteOf(now?.itl_p50_s, `median; p99 ${duration(now?.itl_p99_s)}`)],
-    ["KV cache in use", percent(now?.kv_usage), now ? `prefix hits ${percent(now.prefix_hit_rate)} in the last 10 s` : ""],
+    ["KV cache in use", percent(now?.kv_usage), now ? `${hitsOf(now)} in the last 10 s` : ""],
   ];
 }
 
+/** The share of looked-up prompt tokens that tiers had; null without tiers. */
+function ofTiers(speed) {
+  return isKnown(speed.host_hit_rate) ? speed.host_hit_rate + speed.disk_hit_rate : null;
+}
+
+function hitsOf(speed) {
+  const tiers = isKnown(speed.host_hit_rate) ? ` (host ${percent(speed.host_hit_rate)}, disk ${percent(speed.disk_hit_rate)})` : "";
+  return `prefix hits ${percent(speed.prefix_hit_rate)}${tiers}`;
+}
+
+function isKnown(value) {
+  return value !== null && value !== undefined;
+}
+
 function draftsOf(speed) {
-  const share = speed.draft_acceptance;
-  return share === null || share === undefined ? "" : `; drafts accepted ${percent(share)}`;
+  return isKnown(speed.draft_acceptance) ? `; drafts accepted ${percent(speed.draft_acceptance)}` : "";
 }
 
 /** A series' columns as points. */
@@ -123,7 +140,7 @@ function describePoint(point) {
     `time to first token ${both("ttft")}`,
     `between tokens ${both("itl")}`,
     `whole requests ${both("e2e")}`,
-    `KV cache ${percent(point.kv_usage)}${draftsOf(point)}`,
+    `KV cache ${percent(point.kv_usage)}, ${hitsOf(point)}${draftsOf(point)}`,
   ];
   if (point.refused_per_s || point.busy_per_s || point.failed_per_s)
     lines.push(`errors/s: 4xx ${short(point.refused_per_s)}, 429 ${short(point.busy_per_s)}, 5xx ${short(point.failed_per_s)}`);
