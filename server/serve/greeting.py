@@ -173,6 +173,7 @@ def _decisions(
         row("dispatch", str(facts.get("dispatch", "")), "all2all_backend", "dispatch_mode", "dispatch_dtype"),
         row("weights", f"{_weights(options, facts)}, {_size(rank_bytes(options, ranks))} per rank", "dtype", "quantization"),
         row("KV cache", f"{capacity.kv_tokens:,} tokens{kv_bytes}" if capacity else "", "kv_cache_bytes", "gpu_memory_utilization"),
+        row("KV tiers", _tiers(options), "kv_offloading_bytes", "kv_offloading_dir"),
         row(
             "in parallel", f"{at_once:.1f} requests of {capacity.max_len:,} tokens, up to {capacity.requests} shorter ones"
             if capacity else "", "max_num_seqs", "max_model_len",
@@ -180,6 +181,17 @@ def _decisions(
         row("step size", f"up to {options.engine.max_num_batched_tokens:,} tokens per rank", "max_num_batched_tokens"),
         row("drafts", _drafts(options), "speculative_config"),
     ]  # fmt: skip
+
+
+def _tiers(options: Options) -> str:
+    engine = options.engine
+    host = f"{_size(engine.kv_offloading_bytes)} of host memory" if engine.kv_offloading_bytes else ""
+    disk = (
+        f"{_size(engine.kv_offloading_disk_bytes)} in {engine.kv_offloading_dir}"
+        if engine.kv_offloading_dir
+        else ""
+    )
+    return ", ".join(part for part in (host, disk) if part)
 
 
 def _model_type(facts: Mapping[str, Any]) -> str:

@@ -15,7 +15,14 @@ from server.options.table import Options
 from server.serve.preflight.device import DEFAULT_LIMITS
 from server.tools.size.device_table import Device
 from server.tools.size.estimate import Estimate, Workload, balancedness, estimate
-from server.tools.size.fit import RankMemory, SizeError, rank_memory, replica_tokens
+from server.tools.size.fit import (
+    RankMemory,
+    SizeError,
+    TierSize,
+    rank_memory,
+    replica_tokens,
+    tier_sizes,
+)
 from server.tools.size.flags import SizeOptions
 from server.tools.size.read_model import ReadModel
 from server.tools.size.roofline import WIDEEP, WIDEEP_CPU, Roofline
@@ -72,6 +79,11 @@ class Sized(NamedTuple):
         return math.ceil(self.chosen.num_ranks / self.device.node_ranks)
 
     @property
+    def tiers(self) -> tuple[TierSize, ...]:
+        """Return the tiers of a node."""
+        return tier_sizes(self.chosen.options, self.chosen.memory.token_bytes)
+
+    @property
     def output_per_node(self) -> float:
         """Return the output tokens per second and node."""
         return self.chosen.expected.output_per_rank * self.chosen.num_ranks / self.num_nodes
@@ -102,6 +114,7 @@ class Sized(NamedTuple):
             "ranks": chosen.num_ranks,
             "nodes": self.num_nodes,
             "memory_per_rank": chosen.memory.to_json(),
+            "tiers_per_node": [each.to_json() for each in self.tiers],
             "workload": chosen.work._asdict(),
             "balancedness": chosen.balance,
             "expected": chosen.expected.to_json(),

@@ -29,6 +29,7 @@ class RankMemory(NamedTuple):
     spare_experts: int  # room for moving experts
     buffers: int  # activations, graphs, partial results of attention
     kv_cache: int  # including states
+    host_tier: int  # a CPU rank's share of the node's tier; 0 on a GPU, whose memory has none
     slots_per_rank: int  # per layer
     num_redundant: int  # slots per layer in addition to one per expert
     token_bytes: int  # KV cache of one token in all layers
@@ -39,6 +40,36 @@ class RankMemory(NamedTuple):
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
         return self._asdict()
+
+
+class TierSize(NamedTuple):
+    """A tier of the KV cache, which the ranks of a node share."""
+
+    name: str
+    num_bytes: int
+    tokens: int  # that fit, if it holds no states
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON values."""
+        return self._asdict()
+
+
+def tier_sizes(options: Options, token_bytes: int) -> tuple[TierSize, ...]:
+    """Return the tiers that these options add to each node.
+
+    Args:
+        token_bytes: KV cache of one token in all layers; a tier holds blocks as the device does.
+    """
+    engine = options.engine
+    block_bytes = max(1, token_bytes * BLOCK_TOKENS)
+    return tuple(
+        TierSize(name, num_bytes, num_bytes // block_bytes * BLOCK_TOKENS)
+        for name, num_bytes in (
+            ("host memory", engine.kv_offloading_bytes),
+            ("disk", engine.kv_offloading_disk_bytes),
+        )
+        if num_bytes
+    )
 
 
 def rank_memory(model: ReadModel, device: Device, options: Options, num_ranks: int) -> RankMemory:
@@ -65,10 +96,12 @@ def rank_memory(model: ReadModel, device: Device, options: Options, num_ranks: i
         size = _cache_size(model, device, options, kv_bytes)
     except KVMemoryError as error:
         raise SizeError(str(error)) from error
-    needed = weights + buffers + kv_bytes
+    host_tier = options.engine.kv_offloading_bytes // local_ranks if device.is_cpu else 0
+    needed = weights + buffers + kv_bytes + host_tier
     if needed > total:
+        tier = f", {host_tier / 2**30:.1f} of its node's tier in host memory" if host_tier else ""
         raise SizeError(
-            f"a rank needs {needed / 2**30:.1f} GiB ({weights / 2**30:.1f} of weights, {kv_bytes / 2**30:.1f} of KV cache), "
+            f"a rank needs {needed / 2**30:.1f} GiB ({weights / 2**30:.1f} of weights, {kv_bytes / 2**30:.1f} of KV cache{tier}), "
             f"but {device.name} has {total / 2**30:.1f} GiB per rank; use more ranks, fewer redundant experts or a smaller "
             f"model"
         )
@@ -80,6 +113,7 @@ def rank_memory(model: ReadModel, device: Device, options: Options, num_ranks: i
         spare_experts=experts.spare,
         buffers=buffers,
         kv_cache=kv_bytes,
+        host_tier=host_tier,
         slots_per_rank=experts.slots_per_rank,
         num_redundant=of_layer - model.costs.num_experts,
         token_bytes=sum(token_bytes(shape, device) for shape in model.shapes),

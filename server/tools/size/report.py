@@ -108,6 +108,7 @@ def _memory(sized: Sized) -> str:
         ("room for moving experts", memory.spare_experts, ""),
         ("buffers of steps", memory.buffers, ""),
         ("KV cache and states", memory.kv_cache, f"{memory.token_bytes:,} bytes per token"),
+        *((("tier in host memory", memory.host_tier, "this rank's share"),) if memory.host_tier else ()),
         ("total", memory.total, ""),
     )  # fmt: skip
     lines = [f"memory per rank, GiB ({source})"]
@@ -120,7 +121,19 @@ def _memory(sized: Sized) -> str:
     )
     if memory.num_states:
         lines.append(f"  states: {memory.num_states} slots of {memory.state_bytes / 2**20:.2f} MiB per rank")
-    return "\n".join(lines)
+    return "\n".join([*lines, *_tiers(sized)])
+
+
+def _tiers(sized: Sized) -> Iterator[str]:
+    """Yield a line for each tier of a node."""
+    memory, chosen = sized.chosen.memory, sized.chosen
+    on_device = memory.kv_tokens * (chosen.num_ranks // sized.num_nodes)
+    states = ", less if it holds snapshots of states" if memory.num_states else ""
+    for tier in sized.tiers:
+        yield (
+            f"  a node's tier, {tier.name}: {tier.num_bytes / _GIB:.1f} GiB, {tier.tokens:,} tokens{states}; "
+            f"{tier.tokens / on_device:.1f} times the KV cache of its ranks"
+        )
 
 
 def _load(sized: Sized, asked: SizeOptions) -> str:
@@ -221,6 +234,9 @@ def _command(sized: Sized) -> str:
         ("--mamba-cache-mode", engine.mamba_cache_mode),
         ("--kv-cache-memory", engine.kv_cache_bytes),
         ("--gpu-memory-utilization", options.gpu_memory_utilization),
+        ("--kv-offloading-size", _size_flag(engine.kv_offloading_bytes)),
+        ("--kv-offloading-dir", engine.kv_offloading_dir),
+        ("--kv-offloading-disk-size", _size_flag(engine.kv_offloading_disk_bytes)),
     ):
         if value is not None:
             flags += [name, str(value)]
@@ -232,6 +248,13 @@ def _command(sized: Sized) -> str:
         f"--rdzv-endpoint HEAD:29400 \\\n      --no-python {shlex.join(['wideep', 'worker', model, *flags])}\n"
         f"  on each of the {nodes} nodes; HEAD is one of them"
     )
+
+
+def _size_flag(num_bytes: int) -> str | None:
+    """Return a size as a flag's value, in whole GiB if it is that, or None for 0."""
+    if not num_bytes:
+        return None
+    return f"{num_bytes >> 30}G" if num_bytes % (1 << 30) == 0 else f"{num_bytes >> 20}M"
 
 
 def _assumptions(sized: Sized) -> Iterator[str]:

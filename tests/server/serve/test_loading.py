@@ -100,6 +100,11 @@ def run_on_terminal(directory: Path, arguments: list[str], stop_after: str = "",
 def test_a_terminal_gets_bars_with_bytes_and_seconds_left_and_a_summary_of_one_screen(tmp_path: Path) -> None:
     model = write_checkpoint(tmp_path / "tiny")
     arguments = [str(model), f"--port={free_port()}", "-dp", "2", "--kv-cache-memory", "1G"]
+    arguments += [
+        "--kv-offloading-size=64M",
+        f"--kv-offloading-dir={tmp_path}/kv",
+        "--kv-offloading-disk-size=1M",
+    ]
     ended = run_on_terminal(tmp_path, arguments, "Ctrl-C stops everything")
     lines = shown(ended.written)
     assert (ended.status, ended.has_same_modes) == (0, True), ended.written
@@ -119,6 +124,9 @@ def test_a_terminal_gets_bars_with_bytes_and_seconds_left_and_a_summary_of_one_s
         "experts"
     ].endswith("default")
     assert found["ranks"].endswith("flag")
+    assert re.match("  KV tiers +64 MiB of host memory, 1 MiB in /", found["KV"]) and found["KV"].endswith(
+        "flag"
+    )
     assert "shm, as all ranks are on one host" in found["dispatch"]
     assert {
         "model",

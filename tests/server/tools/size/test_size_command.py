@@ -103,6 +103,37 @@ def test_the_command_line_starts_what_was_sized(gpt_oss: Path, capsys: pytest.Ca
     assert json.loads(words[words.index("--eplb-config") + 1]) == given | {"num_redundant_experts": 4}
 
 
+def test_tiers_are_counted_in_tokens_and_in_multiples_of_the_kv_cache(
+    gpt_oss: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiers = ("--kv-offloading-size", "20", "--kv-offloading-dir", "/kv", "--kv-offloading-disk-size", "1.5T")
+    words = (str(gpt_oss), "--device", "h100", "-dp", "16", "--kv-cache-memory", "1G", *tiers)
+    found = json.loads(_said(capsys, *words, "--json"))
+    memory, (host, disk) = found["memory_per_rank"], found["tiers_per_node"]
+    assert (host["name"], host["num_bytes"], disk["num_bytes"]) == ("host memory", 20 << 30, 3 << 39)
+    assert (
+        host["tokens"] == pytest.approx(host["num_bytes"] / memory["token_bytes"], abs=16)
+        and host["tokens"] % 16 == 0
+    )
+    assert memory["host_tier"] == 0, "a GPU's memory has none of it"
+    said = _said(capsys, *words)
+    assert f"a node's tier, host memory: 20.0 GiB, {host['tokens']:,} tokens; 2.5 times the KV cache" in said
+    assert "a node's tier, disk: 1536.0 GiB" in said
+    assert "--kv-offloading-size 20G --kv-offloading-dir /kv --kv-offloading-disk-size 1536G" in said
+    assert "a node's tier" not in _said(capsys, *words[:5])
+
+
+def test_the_tier_of_a_cpu_is_part_of_its_memory(gpt_oss: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (str(gpt_oss), "--device", "cpu", "-dp", "2")
+    plain = json.loads(_said(capsys, *words, "--json"))["memory_per_rank"]
+    less = json.loads(_said(capsys, *words, "--kv-offloading-size", "64G", "--json"))["memory_per_rank"]
+    assert less["host_tier"] == 32 << 30
+    assert plain["kv_cache"] - less["kv_cache"] == pytest.approx((64 << 30) * 0.25 / 2, rel=1e-3)
+    assert "tier in host memory" in _said(capsys, *words, "--kv-offloading-size", "64G")
+    said = _said(capsys, *words, "--kv-cache-memory", "1G", "--kv-offloading-size", "100T", status=2)
+    assert "of its node's tier in host memory), but cpu has" in said
+
+
 def test_replicas_are_cut_over_any_part_of_the_ranks_and_have_their_share(
     gpt_oss: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
