@@ -82,10 +82,9 @@ class EngineSettings:
     kv_cache_bytes: int | None = None  # per rank
     enable_prefix_caching: bool = True
     mamba_cache_mode: str | None = None  # for recurrent layers: see `keeps_snapshots`; None is align
-    # Tiers of the prefix cache, which the ranks of a node share: host memory, and files in a folder. 0 bytes: no tier.
-    kv_offloading_bytes: int = 0
-    kv_offloading_dir: str | None = None
-    kv_offloading_disk_bytes: int = 0
+    kv_offloading_bytes: int = 0  # of host memory for KV blocks, shared by the ranks of a node; 0: none
+    kv_offloading_dir: str | None = None  # for KV blocks on a disk; None: none
+    kv_offloading_disk_bytes: int = 0  # most bytes in that directory
 
     @property
     def target_itl_s(self) -> float | None:
@@ -103,14 +102,14 @@ class EngineSettings:
         return self.speculative_config is not None and self.speculative_config.method is Method.MTP
 
     @property
+    def has_kv_tiers(self) -> bool:
+        """Whether KV blocks are kept in host memory or on a disk."""
+        return bool(self.kv_offloading_bytes or self.kv_offloading_dir)
+
+    @property
     def keeps_snapshots(self) -> bool:
         """Whether recurrent states are kept at the ends of blocks ("align"), so that requests can continue from cached prefixes."""
         return self.enable_prefix_caching and self.mamba_cache_mode != "none"
-
-    @property
-    def has_tiers(self) -> bool:
-        """Whether cached prefixes are also kept in host memory or on disk."""
-        return self.kv_offloading_bytes > 0 or self.kv_offloading_disk_bytes > 0
 
 
 @dataclass(frozen=True, kw_only=True)

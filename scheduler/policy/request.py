@@ -151,6 +151,6 @@ class RankStats:
     num_step_tokens: int  # tokens of the last step, prefill and decode
     num_preemptions: int  # counter
     prefix_query_tokens: int  # counter: prompt tokens looked up
-    prefix_hit_tokens: int  # counter: those found, in any tier
+    prefix_hit_tokens: int  # counter: those found
     drafts: DraftCounts = NO_DRAFTS
     tiers: TierFigures | None = None  # None without tiers

@@ -334,7 +334,7 @@ def _check_tiers(engine: EngineSettings) -> None:
         if engine.kv_offloading_dir is None:
             given, missing = missing, given
         raise OptionsError(f"{given} needs {missing}: a tier on disk has a folder and a size above 0")
-    if engine.has_tiers and not engine.enable_prefix_caching:
+    if engine.has_kv_tiers and not engine.enable_prefix_caching:
         flag = "--kv-offloading-size" if engine.kv_offloading_bytes else "--kv-offloading-dir"
         raise OptionsError(
             f"{flag} keeps cached prefixes, but --no-enable-prefix-caching disables the prefix cache; remove one of them"

@@ -136,7 +136,7 @@ async def _run(
         options.served_model_names[0],
         num_ranks,
         options.engine.num_drafts,
-        has_tiers=options.engine.has_tiers,
+        has_tiers=options.engine.has_kv_tiers,
     )
     epochs = Epochs(num_ranks, recovery_timeout_s=options.engine.rank_recovery_timeout_s)
     try:

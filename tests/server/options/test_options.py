@@ -310,7 +310,7 @@ def test_sizes_are_powers_of_1024(text: str, num_bytes: int) -> None:
 def test_a_plain_size_of_a_tier_counts_gib(text: str, num_bytes: int) -> None:
     options = parse(f"--kv-offloading-size={text}")
     assert options.engine.kv_offloading_bytes == num_bytes
-    assert options.engine.has_tiers == (num_bytes > 0)
+    assert options.engine.has_kv_tiers == (num_bytes > 0)
     assert parse(*handed_on(options)) == options
 
 
