@@ -328,7 +328,7 @@ _MOST_GIB = 1 << 20  # above it, a plain number was meant as bytes
 
 
 def size_in_gib(name: str, given: Any) -> int:
-    """Read the size of a cache as vLLM does: a plain number counts GiB, and 0 is none. With a unit, it is read as by `size`."""
+    """Read the size of a cache as vLLM does: a plain number counts GiB, and 0 disables it. With a unit, it is read as by `size`."""
     try:
         num_gib = float(text(name, given))
     except ValueError as error:

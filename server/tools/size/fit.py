@@ -29,7 +29,7 @@ class RankMemory(NamedTuple):
     spare_experts: int  # room for moving experts
     buffers: int  # activations, graphs, partial results of attention
     kv_cache: int  # including states
-    host_tier: int  # a CPU rank's share of the node's tier; 0 on a GPU, whose memory has none
+    host_tier: int  # a CPU rank's share of the node's tier; 0 on a GPU
     slots_per_rank: int  # per layer
     num_redundant: int  # slots per layer in addition to one per expert
     token_bytes: int  # KV cache of one token in all layers
