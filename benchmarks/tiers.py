@@ -294,9 +294,9 @@ def counters_of(connection: ServiceClient) -> Counter[str]:
     for family in text_string_to_metric_families(connection.get_bytes("/metrics").decode()):
         for sample in family.samples:
             if sample.name == "vllm:prompt_tokens_cached_by_source_total":
-                found[sample.labels["source"]] += sample.value  # type: ignore[assignment]  # a float
+                found[sample.labels["source"]] += sample.value
             elif name := _COUNTERS.get(sample.name):
-                found[name] += sample.value  # type: ignore[assignment]
+                found[name] += sample.value  # bytes, seconds or a number
     return found
 
 

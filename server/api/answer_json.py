@@ -82,7 +82,7 @@ def cached_by_tier(choices: Iterable[Generation]) -> dict[str, dict[str, int]]:
         disk += each.num_disk_tokens
     if not host + disk:
         return {}
-    return {"cached_tokens_details": {"device": cached - host - disk, "host": host, "disk": disk}}
+    return {"cached_tokens_details": {"device": max(0, cached - host - disk), "host": host, "disk": disk}}
 
 
 def metrics_of(answer: Answer) -> dict[str, float | None] | None:

@@ -424,7 +424,10 @@ class Requests:
                 gap_s,
                 num_prompt_tokens=len(generation.ask.request.prompt_ids),
                 num_cached_tokens=output.num_cached_tokens,
-                num_tier_tokens=output.num_host_tokens + output.num_disk_tokens,
+                # Loaded blocks may be evicted before their request starts.
+                num_tier_tokens=min(
+                    output.num_cached_tokens, output.num_host_tokens + output.num_disk_tokens
+                ),
             )
         generation.last_token_s = now_s
 

@@ -122,16 +122,20 @@ async def test_time_at_a_rank_that_was_lost_before_the_first_token_is_time_in_th
     lose(desk, desk.rank_of("a"))
     waited_s = generation.submitted_s - generation.ask.request.arrival_s
     assert waited_s > 0
-    desk.deliver("a", "x", FinishReason.LENGTH, num_cached_tokens=1, num_disk_tokens=1, queued_s=2.0)
+    desk.deliver("a", "x", FinishReason.LENGTH, num_cached_tokens=1, num_disk_tokens=16, queued_s=2.0)
     assert generation.queued_s == waited_s + 2.0
-    assert (generation.num_cached_tokens, generation.num_host_tokens, generation.num_disk_tokens) == (1, 0, 1)
+    assert (generation.num_cached_tokens, generation.num_host_tokens, generation.num_disk_tokens) == (
+        1,
+        0,
+        16,
+    )
     lines = (await desk.metrics.text()).decode().splitlines()
     sources = {
         line.split('source="')[1].split('"')[0]
         for line in lines
         if "tokens_by_source_total{" in line and not line.endswith(" 0.0")
     }
-    assert sources == {"external_kv_transfer"}
+    assert sources == {"external_kv_transfer"}, "not more than were cached, and none twice"
 
 
 @in_loop
