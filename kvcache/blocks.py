@@ -1,7 +1,7 @@
 """The block pool: which sequences hold which KV blocks, and which free blocks still cache a prefix.
 
 A block is held (its reference count is the number of holders), cached (count zero, findable by its prefix, evictable)
-or free (count zero, not findable). Cached blocks count as free: `acquire` takes uncached blocks first, then evicts the
+or free (count zero, not findable). A pinned block is not evicted while it is copied elsewhere, whether it is held or not. Cached blocks count as free: `acquire` takes uncached blocks first, then evicts the
 least recently released prefix. Every operation costs O(blocks touched).
 
 Sharing is safe because only full, published blocks are shared, and a published block is never written again. So a block
@@ -49,6 +49,7 @@ class BlockPool:
         self._first_unused = 0  # this block and all after it were never held
         self._free: list[int] = []  # other free ones; last in, first out: their memory is still warm
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently released first
+        self._pinned: set[int] = set()
         self._prefixes = PrefixIndex(block_tokens, secret)
 
     @property
@@ -100,8 +101,26 @@ class BlockPool:
         for block_id in reversed(block_ids):
             assert self._num_holders[block_id] > 0, f"block {block_id} is released but has no holder"
             self._num_holders[block_id] -= 1
-            if self._num_holders[block_id] == 0:
+            if self._num_holders[block_id] == 0 and block_id not in self._pinned:
                 self._retire(block_id)
+
+    def pin(self, block_id: int) -> bool:
+        """Keep a published block as it is until `unpin`. Returns False if it is pinned already.
+
+        A pin is no hold: a holder of a block holds those before it, too.
+        """
+        assert block_id in self._prefixes, f"block {block_id} is pinned but was never published"
+        if block_id in self._pinned:
+            return False
+        self._cached.pop(block_id, None)
+        self._pinned.add(block_id)
+        return True
+
+    def unpin(self, block_id: int) -> None:
+        """End a pin."""
+        self._pinned.remove(block_id)
+        if self._num_holders[block_id] == 0:
+            self._retire(block_id)
 
     def match(self, token_ids: Sequence[int], root: bytes = ROOT_KEY) -> list[int]:
         """Return the blocks of the longest cached prefix of whole blocks. `share` them before any other call."""
@@ -110,6 +129,10 @@ class BlockPool:
     def key_of(self, block_id: int) -> bytes:
         """Return the key of a published block, which identifies the whole prefix up to its end."""
         return self._prefixes.key_of_block(block_id)
+
+    def keys_of(self, token_ids: Sequence[int], root: bytes = ROOT_KEY) -> list[bytes]:
+        """Return the keys of all whole blocks of a prefix, cached or not."""
+        return self._prefixes.keys_of(token_ids, root)
 
     def count_held(
         self, token_ids: Sequence[int], num_tokens: int, keys: list[bytes], root: bytes = ROOT_KEY
@@ -154,13 +177,16 @@ class BlockPool:
                 del self._cached[copy_id]
                 self._retire(copy_id)
 
-    def forget_prefixes(self) -> None:
-        """Hide all cached prefixes from `match`. Holders keep their blocks and publish later ones."""
+    def forget_prefixes(self, secret: bytes | None = None) -> None:
+        """Hide all cached prefixes from `match`. Holders keep their blocks and publish later ones.
+
+        `secret`: the key of the hash of later prefixes (16 to 64 bytes), if other processes must compute the same keys.
+        """
         for block_id in self._cached:
             self._prefixes.remove(block_id)
             self._free.append(block_id)
         self._cached.clear()
-        self._prefixes.renew()
+        self._prefixes.renew(secret)
 
     def _is_held(self, key: bytes) -> bool:
         block_id = self._prefixes.block_of(key)

@@ -68,6 +68,15 @@ class PrefixIndex:
             block_ids.append(entry.block_ids[0])
         return block_ids
 
+    def keys_of(self, token_ids: Sequence[int], root: bytes = ROOT_KEY) -> list[bytes]:
+        """Return the keys of all whole blocks of a prefix, in order, whether cached or not."""
+        keys: list[bytes] = []
+        size = self._block_tokens
+        for start in range(0, len(token_ids) - size + 1, size):
+            root = self.key_of(root, token_ids[start : start + size])
+            keys.append(root)
+        return keys
+
     def insert(
         self, block_id: int, token_ids: Sequence[int], parent_id: int | None, root: bytes = ROOT_KEY
     ) -> None:
@@ -98,9 +107,10 @@ class PrefixIndex:
         entry = self._entries.get(key)
         return None if entry is None else entry.block_ids[0]
 
-    def renew(self) -> None:
-        """Hide all present prefixes from lookups. Their blocks stay valid for holders."""
-        self._secret = hashlib.blake2b(b"renewed", digest_size=KEY_BYTES, key=self._secret).digest()
+    def renew(self, secret: bytes | None = None) -> None:
+        """Hide all present prefixes from lookups. Their blocks stay valid for holders. `secret`: the next one."""
+        renewed = hashlib.blake2b(b"renewed", digest_size=KEY_BYTES, key=self._secret).digest()
+        self._secret = secret or renewed
 
     def copies(self, block_id: int) -> list[int]:
         """Return the other blocks that hold the same prefix."""

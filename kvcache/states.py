@@ -116,6 +116,10 @@ class StatePool:
         self._slot_of[key], self._key_of[slot] = slot, key
         return True
 
+    def key_of(self, slot: int) -> bytes | None:
+        """Return the key of a snapshot; None if the slot is none."""
+        return self._key_of.get(slot)
+
     def forget(self, key: bytes) -> None:
         """Remove a snapshot from the lookup, if it exists."""
         slot = self._slot_of.pop(key, None)

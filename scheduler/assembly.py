@@ -42,6 +42,7 @@ from scheduler.policy.config import (
 from scheduler.policy.scheduler import Scheduler
 from scheduler.policy.state_tables import STATES_OF_ONE
 from scheduler.sampling.sampler import Sampler
+from scheduler.step.cache_tiers import open_tiers
 from scheduler.step.device_memory import DeviceMemory, Measurement, device_memory, told_shortage
 from scheduler.step.draft_passes import DraftPasses
 from scheduler.step.groups import check_agreed, hosts_of, open_groups
@@ -170,6 +171,9 @@ def assemble(
     relocation = _make_relocation(config, placement, model, channel, backend)
     lockstep = None if is_joining else open_lockstep(config, mailbox_group, placement.version)
     structures = StructureCompiler(load_vocabulary)
+    tiers = open_tiers(config, cache, backend.device, store, backend.enter_thread)
+    if tiers is not None:
+        scheduler.use_tiers(tiers)
     telemetry = Telemetry(config.rank, model.load_counts, runner)
     parts = None if store is None else RankParts(
         config=config, backend=backend, model=model, cache=cache, runner=runner, relocation=relocation,
@@ -196,6 +200,7 @@ def assemble(
         drafter=drafter,
         overlaps=_overlaps(config, drafter, size),
         plan_time=PlanTime() if backend.device.type == "cuda" else None,
+        tiers=tiers,
     )
     chosen = f"{dispatcher.name}, as {dispatcher.reason}"
     dispatch = f"{_describe_steps(config)}; tokens travel {dispatcher.row_format}"

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from dispatch.dispatched import TokenDispatcher
 from dispatch.errors import DispatchTimeout, PeerLost
+from kvcache.tiers.tiers import Tiers
 from scheduler.drafts.drafter import Drafter
 from scheduler.epochs.follower import PEER_IS_GONE, EpochFollower
 from scheduler.epochs.heartbeat import Heart, Heartbeat
@@ -85,6 +86,7 @@ class Engine:
         drafter: Drafter | None = None,
         overlaps: bool = False,
         plan_time: PlanTime | None = None,
+        tiers: Tiers | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Connect the parts. Nothing runs before `run`.
@@ -97,6 +99,7 @@ class Engine:
             overlaps: Whether to launch a step before the one before it ends, in epochs in which `OverlappedSteps` can.
                 Not with a drafter, which needs the newest token.
             plan_time: Delays the plans of overlapped steps. None plans at once.
+            tiers: The scheduler's tiers; closed with the engine.
         """
         assert not (overlaps and drafter), (
             "drafts follow the newest token, which overlapped steps do not know"
@@ -111,6 +114,9 @@ class Engine:
         self._serving: _Serving | None = None
         self._relocation = relocation
         relocation.on_news = self._wake
+        self._tiers = tiers
+        if tiers is not None:
+            tiers.on_idle = self._wake
         self._rank, self._scheduler, self._runner = rank, scheduler, runner
         self._lockstep, self._doorbell, self._clock = lockstep, doorbell, clock
         self._lock = threading.Lock()
@@ -148,9 +154,9 @@ class Engine:
         else:
             self._deliver(Withdraw(request_id))
 
-    def forget_prefixes(self) -> None:
-        """Hide the present prefix cache from requests that are submitted from now on."""
-        self._deliver(ForgetPrefixes())
+    def forget_prefixes(self, generation: int) -> None:
+        """Hide the present prefix cache from requests that are submitted from now on. `generation`: see `ForgetPrefixes`."""
+        self._deliver(ForgetPrefixes(generation))
 
     def regroup(self, order: Order) -> None:
         """Move this rank into a new epoch, with the same or other ranks, as soon as possible. The newest order wins.
@@ -193,6 +199,8 @@ class Engine:
     def close(self) -> None:
         """Release the other ranks, groups and threads, after `run`. May be called twice."""
         self._structures.close()
+        if self._tiers is not None:
+            self._tiers.close()
         if self._epochs is not None:
             self._epochs.close()
 
@@ -272,6 +280,7 @@ class Engine:
             if decision in (Decision.STOP, Decision.REGROUP):
                 return decision
             if decision is Decision.SLEEP:
+                self._scheduler.collect(self._clock())
                 on_step([], self._stats(0))
                 on_sleep()
                 self._relocation.pace.rest()
@@ -430,7 +439,8 @@ class Engine:
         with self._lock:
             self._sleeping_step = lockstep.step
             has_order = self._ordered_epoch(lockstep) != self._told_epoch
-            if self._inbox or self._is_stopping or has_order or self._relocation.has_news:
+            has_jobs = self._tiers is not None and self._tiers.has_finished
+            if self._inbox or self._is_stopping or has_order or has_jobs or self._relocation.has_news:
                 self._doorbell.ring(lockstep.step)
         self._doorbell.wait(lockstep.step)
         with self._lock:
@@ -447,7 +457,7 @@ class Engine:
             elif isinstance(item, RequestOutput):
                 outputs.append(item)
             elif isinstance(item, ForgetPrefixes):
-                self._scheduler.forget_prefixes()
+                self._scheduler.forget_prefixes(item.generation)
             elif (output := self._answer(item)) is not None:
                 outputs.append(output)
         return outputs

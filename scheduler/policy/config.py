@@ -132,6 +132,8 @@ class EngineConfig(EngineSettings):
     # Experts that may move to a rank at once; a GPU reserves memory for them. None is one layer's slots, or 0 if alone.
     num_spare: int | None = None
     epoch: int = 0
+    checkpoint_facts: str = ""  # digests of the model's files: a KV tier of another checkpoint is refused
+    software_facts: str = ""  # versions and processor: blocks of others in a KV tier are not used
     # Whether a rank launches steps before the one before is done, if it can (`scheduler.step.overlap`). None: on a GPU.
     overlaps_steps: bool | None = None
 

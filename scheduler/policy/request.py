@@ -137,6 +137,10 @@ class Withdraw(NamedTuple):
 class ForgetPrefixes(NamedTuple):
     """Hide cached prefixes computed before this from requests that arrive after it."""
 
+    generation: (
+        int  # grows with every such order; equal on all ranks, also for those that get the order later
+    )
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankStats:

@@ -94,12 +94,13 @@ class Roster:
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []  # in the order in which they began
         self.parked: list[Sequence] = []  # waiting for the masks of their structures
+        self.loading: list[Sequence] = []  # waiting for their prefixes from a tier
         self.num_preemptions = 0  # counter
         self._num_enqueued = 0
         self._by_id: dict[str, Sequence] = {}  # all, by request id
 
     def __bool__(self) -> bool:
-        """Whether any request waits, runs or is parked."""
+        """Whether any request waits, runs, is parked or loads."""
         return bool(self._by_id)
 
     def find(self, request_id: str) -> Sequence | None:
@@ -164,13 +165,26 @@ class Roster:
             self.parked.remove(sequence)
             self.waiting.add(sequence)
 
+    def set_aside(self, sequence: Sequence) -> None:
+        """Take a waiting sequence aside while its prefix loads."""
+        self.waiting.remove(sequence)
+        self.loading.append(sequence)
+
+    def bring_back(self) -> None:
+        """Move sequences that no longer load back to their places in the queue."""
+        for sequence in [each for each in self.loading if not each.is_loading]:
+            self.loading.remove(sequence)
+            self.waiting.add(sequence)
+
     def retire(self, sequence: Sequence) -> None:
-        """End a sequence, whether it runs, waits or is parked."""
+        """End a sequence, wherever it is."""
         del self._by_id[sequence.request.request_id]
         if sequence.status is SequenceStatus.RUNNING:
             self.running.remove(sequence)
         elif sequence in self.parked:
             self.parked.remove(sequence)
+        elif sequence in self.loading:
+            self.loading.remove(sequence)
         else:
             self.waiting.remove(sequence)
         sequence.status = SequenceStatus.ENDED

@@ -12,12 +12,14 @@ from typing import NamedTuple, Protocol
 
 from kvcache.blocks import BlockPool
 from kvcache.states import StatePool
+from kvcache.tiers.figures import TierFigures
 from scheduler.policy.batch import Scheduled, StepBatch
 from scheduler.policy.limits import check_limits, why_unservable
 from scheduler.policy.request import FinishReason, Logprobs, Request, RequestOutput
 from scheduler.policy.roster import Roster
 from scheduler.policy.sequence import Sequence, SequenceStatus, StructureMatcher
 from scheduler.policy.tables import BlockTables
+from scheduler.policy.tier_tables import KeepsTiers
 
 
 class DuplicateRequestError(ValueError):
@@ -66,6 +68,7 @@ class SchedulerStats(NamedTuple):
     num_preemptions: int
     prefix_query_tokens: int
     prefix_hit_tokens: int
+    tiers: TierFigures | None
 
 
 class Scheduler:
@@ -170,17 +173,31 @@ class Scheduler:
         """Present counts. Counters run from construction."""
         return SchedulerStats(
             num_running=len(self._roster.running),
-            num_waiting=len(self._roster.waiting) + len(self._roster.parked),
+            num_waiting=len(self._roster.waiting) + len(self._roster.parked) + len(self._roster.loading),
             num_free_blocks=self._pool.num_free,
             num_blocks=self._pool.num_blocks,
             num_preemptions=self._roster.num_preemptions,
             prefix_query_tokens=self._tables.prefix_query_tokens,
             prefix_hit_tokens=self._tables.prefix_hit_tokens,
+            tiers=None if self._tables.tiers is None else self._tables.tiers.figures,
         )
 
-    def forget_prefixes(self) -> None:
-        """Hide the present prefix cache from requests that have not begun and from later ones."""
-        self._pool.forget_prefixes()
+    def use_tiers(self, tiers: KeepsTiers) -> None:
+        """Keep blocks in tiers below the pool. Call it before the first request."""
+        self._tables.use_tiers(tiers)
+
+    def collect(self, now_s: float) -> None:
+        """Take back what the tiers have saved or loaded. `schedule` does it too."""
+        if self._tables.tiers is not None:
+            self._tables.tiers.collect(now_s)
+            self._roster.bring_back()
+
+    def forget_prefixes(self, generation: int) -> None:
+        """Hide the present prefix cache from requests that have not begun and from later ones.
+
+        `generation`: see `scheduler.policy.request.ForgetPrefixes`.
+        """
+        self._tables.forget_prefixes(generation)
         for sequence in self._roster.waiting:
             sequence.held_keys.clear()  # of prefixes that it may no longer use
 
@@ -249,6 +266,7 @@ class Scheduler:
         """
         most = min(self._max_num_batched_tokens, most_tokens or self._max_num_batched_tokens)
         self._roster.unpark()
+        self.collect(now_s)
         items = self._plan_decodes(most)
         num_decode_tokens = sum([item.num_tokens for item in items])
         return self._plan_prompts(items, num_decode_tokens, most, prefill_budget, now_s)
@@ -436,9 +454,11 @@ class Scheduler:
         running, waiting = self._roster.running, self._roster.waiting
         while waiting and budget > 0 and len(running) < self._max_num_seqs:
             sequence = waiting.head
-            if self._rotary_limit is not None and not sequence.num_in_flight:
-                sequence.is_long = len(sequence.token_ids) > self._rotary_limit
-            if sequence.num_in_flight or not self._tables.seat(sequence, len(running)):
+            if sequence.num_in_flight:
+                break
+            if self._waits_for_tier(sequence, now_s):
+                continue
+            if not self._tables.seat(sequence, len(running)):
                 break
             self._roster.admit(sequence)
             if sequence.num_admissions == 1:
@@ -447,7 +467,18 @@ class Scheduler:
                 self._roster.charge(sequence, num_prompt_tokens=num_to_run)
             items.append(self._plan_chunk(sequence, budget))
             budget -= items[-1].num_tokens
+        if waiting and len(running) >= self._max_num_seqs and not waiting.head.num_in_flight:
+            self._waits_for_tier(waiting.head, now_s)
         return items
+
+    def _waits_for_tier(self, sequence: Sequence, now_s: float) -> bool:
+        """Whether the head of the queue was set aside because its prefix is on the way from a tier."""
+        if self._rotary_limit is not None:
+            sequence.is_long = len(sequence.token_ids) > self._rotary_limit
+        if not self._tables.begin_load(sequence, len(self._roster.running), now_s):
+            return False
+        self._roster.set_aside(sequence)
+        return True
 
     def _has_chunk(self, sequence: Sequence, budget: int) -> bool:
         is_ready = sequence.is_prefilling and self._tables.is_ready(sequence)
@@ -505,6 +536,8 @@ class Scheduler:
             logprobs=[each for each in logprobs if each is not None],
             prompt_logprobs=of_prompt,
             num_cached_tokens=sequence.num_cached_tokens if is_first else 0,
+            num_host_tokens=sequence.num_host_tokens if is_first else 0,
+            num_disk_tokens=sequence.num_disk_tokens if is_first else 0,
             queued_s=sequence.queued_s if is_first else 0.0,
             finish_reason=reason,
             error=error,

@@ -13,6 +13,7 @@ cached (others will depart there too), and every `STRIDE` tokens in between. Dur
 snapshot, for the conversation's next turn. Snapshots use unpromised slots; the least recently used are dropped first.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Series
 
 from kvcache.blocks import BlockPool
@@ -55,6 +56,8 @@ class StateTables:
         assert not (overlaps and num_drafts), "steps with drafts do not overlap"
         self._pool, self._blocks, self._keeps_snapshots = pool, blocks, keeps_snapshots
         self._overlaps = overlaps
+        # Called with a snapshot's slot and key when no sequence needs the slot to be free again.
+        self.on_snapshot: Callable[[int, bytes], None] = lambda _slot, _key: None
         self._promised = STATES_OF_ONE + num_drafts
 
     def find(self, matched: Series[int]) -> Beginning:
@@ -117,7 +120,9 @@ class StateTables:
         own = sequence.states
         while own.snapshots and own.snapshots[0][0] < end:
             position, slot = own.snapshots.pop(0)
-            self._pool.publish(slot, self._key(sequence, position))
+            key = self._key(sequence, position)
+            if self._pool.publish(slot, key):
+                self.on_snapshot(slot, key)
             self._pool.give(slot)
         # The slots, in order: the one that the step read (none at a text's start), wrote, and those of later steps.
         if start > 0 and not own.has_released:
@@ -148,6 +153,9 @@ class StateTables:
         for slot in (*own.slots, *(slot for _, slot in own.snapshots)):
             self._pool.give(slot)
         self._pool.release_promises(own.num_promised)
+        for slot in own.slots:
+            if (published := self._pool.key_of(slot)) is not None:
+                self.on_snapshot(slot, published)
         sequence.states = SequenceStates()
 
     def _may_reuse(self, sequence: Sequence) -> bool:

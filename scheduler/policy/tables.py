@@ -14,6 +14,7 @@ from kvcache.blocks import BlockPool
 from kvcache.states import StatePiece, StatePool
 from scheduler.policy.sequence import Sequence
 from scheduler.policy.state_tables import StateTables
+from scheduler.policy.tier_tables import KeepsTiers, TierTables
 
 
 class BlockTables:
@@ -31,6 +32,8 @@ class BlockTables:
     ) -> None:
         """`num_drafts`: most drafts in a step of a sequence. `overlaps`: see `StateTables`."""
         self._pool = pool
+        self._state_pool = states
+        self.tiers: TierTables | None = None
         self._states = None
         if states is not None:
             self._states = StateTables(
@@ -41,6 +44,23 @@ class BlockTables:
         self.leaving: set[Sequence] = set()
         self.prefix_query_tokens = 0  # counter: prompt tokens looked up at a first admission
         self.prefix_hit_tokens = 0  # counter: those found
+
+    def use_tiers(self, tiers: KeepsTiers) -> None:
+        """Save blocks to tiers, and load prefixes from them. Call it before the first request."""
+        self.tiers = TierTables(tiers, self._pool, self._state_pool)
+        self._pool.forget_prefixes(tiers.secret)
+        if self._states is not None:
+            self._states.on_snapshot = self.tiers.offer_state
+
+    def begin_load(self, sequence: Sequence, num_spare_blocks: int, now_s: float) -> bool:
+        """Begin to load what a waiting sequence's cached prefix lacks. Returns whether it must wait for that."""
+        if self.tiers is None:
+            return False
+        return self.tiers.look(sequence, _num_shareable(sequence), num_spare_blocks, now_s)
+
+    def forget_prefixes(self, generation: int) -> None:
+        """Hide all cached prefixes. Those in tiers are hidden if their generation is older than this one."""
+        self._pool.forget_prefixes(None if self.tiers is None else self.tiers.forget(generation))
 
     def seat(self, sequence: Sequence, num_spare_blocks: int) -> bool:
         """Give a waiting sequence its cached prefix, if enough blocks for its other tokens are free.
@@ -56,6 +76,7 @@ class BlockTables:
         self._pool.share(matched)
         sequence.held_keys.clear()
         sequence.block_ids = matched
+        sequence.num_offered = len(matched)
         sequence.num_computed = sequence.num_planned = len(matched) * self._pool.block_tokens
         sequence.num_prefill_tokens = len(sequence.token_ids)
         sequence.num_admissions += 1
@@ -185,6 +206,8 @@ class BlockTables:
                 parent_id = sequence.block_ids[index - 1] if index else None
                 token_ids = sequence.token_ids[index * size : (index + 1) * size]
                 self._pool.publish(sequence.block_ids[index], token_ids, parent_id, sequence.root_key)
+            if self.tiers is not None:
+                self.tiers.offer_blocks(sequence, end // size)
         if self._states is not None and num_drafts:
             self._states.advance_drafted(sequence, start, end)
         elif self._states is not None:
@@ -197,6 +220,8 @@ class BlockTables:
             self.leaving.add(sequence)
             return
         self.leaving.discard(sequence)
+        if self.tiers is not None and self._enable_prefix_caching:
+            self.tiers.offer_last_blocks(sequence)
         self._pool.release(sequence.block_ids)
         sequence.block_ids = []
         if self._states is not None:

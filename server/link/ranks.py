@@ -101,7 +101,7 @@ class Ranks:
         self.attached: dict[int, AttachedRank] = {}
         self.port = 0  # set by `bind`
         self._clock = clock
-        self._has_forgotten = False  # whether prefixes were ever reset
+        self._forgotten: ForgetPrefixes | None = None  # the last order to forget prefixes
         # Set by `serve`; no rank attaches before.
         self._receive: Callable[[int, RankFacts | FromRank | RankLost], None]
         self._claim: Callable[[Claim], Claimed]
@@ -168,8 +168,8 @@ class Ranks:
 
     def forget_prefixes(self) -> None:
         """Make cached prefixes unavailable to later requests on all ranks, including ranks that are away now."""
-        self._has_forgotten = True
-        self.post_all(ForgetPrefixes())
+        self._forgotten = ForgetPrefixes(time.time_ns())  # KV tiers on disks remember it over restarts
+        self.post_all(self._forgotten)
 
     def regroup(self, order: Order) -> None:
         """Send an order to its members, and discard the statistics of their earlier steps."""
@@ -281,8 +281,8 @@ class Ranks:
             await context.abort(grpc.StatusCode.ALREADY_EXISTS, f"rank {facts.rank} is already attached")
         stream = AttachedRank(facts, self._clock(), seal)
         stream.post(Welcome())
-        if self._has_forgotten:  # perhaps while this rank was disconnected
-            stream.post(ForgetPrefixes())
+        if self._forgotten is not None:  # perhaps while this rank was disconnected
+            stream.post(self._forgotten)
         self.attached[facts.rank] = stream
         try:
             self._receive(facts.rank, facts)

@@ -50,6 +50,7 @@ from server.serve.children import FRONT_IS_GONE, FRONT_VARIABLE, READY_VARIABLE
 from server.serve.front_stream import FrontStream, num_restarts_of
 from server.serve.greeting import address_elsewhere
 from server.serve.loading import Loading, loading_of
+from server.serve.preflight.equal import computing_facts, file_digests
 from server.serve.preflight.kv_share import cpu_cache_bytes, gpu_cache_bytes, gpu_share
 from server.serve.preflight.memory import (
     attention_heads,
@@ -335,6 +336,8 @@ def engine_config(options: Options, place: Place) -> EngineConfig:
         world_size=place.world_size,
         num_local_ranks=place.local_world_size,
         device=f"cuda:{place.local_rank}" if options.device == "cuda" else "cpu",
+        checkpoint_facts=json.dumps(file_digests(Path(options.model))) if engine.has_kv_tiers else "",
+        software_facts=computing_facts() if engine.has_kv_tiers else "",
     )
 
 

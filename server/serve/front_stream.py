@@ -158,8 +158,8 @@ class FrontStream:
                 self._epoch = max(self._epoch, epoch)
                 self._note_home(placement, len(members))
                 engine.regroup(message)
-            case ForgetPrefixes():
-                engine.forget_prefixes()
+            case ForgetPrefixes(generation):
+                engine.forget_prefixes(generation)
             case FrontLost(reason, is_broken):
                 self._lose_front(reason, is_broken=is_broken)
             case _:

@@ -44,13 +44,13 @@ class SignedStore(Store):
         return self._content(key, self._store.get(key))
 
     def compare_set(self, key: str, expected: str, value: str) -> bytes:
-        """Write a value if the name has none. Returns the current value.
+        """Write a value if the name has the expected one, or none if that is "". Returns the current value.
 
         Raises:
             UnsignedError: The value is not signed with this key.
         """
-        assert not expected, "a signed value is never replaced by comparison"
-        signed = self._store.compare_set(key, "", self._signed(key, value))  # type: ignore[arg-type]
+        present = self._signed(key, expected) if expected else ""
+        signed = self._store.compare_set(key, present, self._signed(key, value))  # type: ignore[arg-type]
         return self._content(key, signed)
 
     def add(self, key: str, value: int) -> int:

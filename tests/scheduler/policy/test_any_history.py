@@ -10,6 +10,7 @@ from kvcache.blocks import BlockPool
 from kvcache.states import StatePool
 from scheduler.policy.request import FinishReason, Request, RequestOutput, SamplingParams
 from scheduler.policy.scheduler import Scheduler
+from tests.support.engines.fake_tiers import FakeTiers
 from tests.support.engines.guesses import Guesses
 from tests.support.models.fake_model import VOCABULARY, FakeRank, prompt_logprobs_of, serve_alone
 
@@ -48,6 +49,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         rotary_limit=st.one_of(st.none(), st.integers(1, 20)),
         num_drafts=st.integers(0, 4),
         overlaps=st.booleans(),
+        tiers_seed=st.one_of(st.none(), st.integers(0, 1000)),
     )
     def start(
         self,
@@ -60,6 +62,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         rotary_limit: int | None,
         num_drafts: int,
         overlaps: bool,
+        tiers_seed: int | None,
     ) -> None:
         self.max_model_len = num_blocks * block_tokens
         batched = max_num_seqs + extra_tokens
@@ -79,6 +82,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             overlaps=overlaps and not num_drafts,
         )
         self.rank = FakeRank(pool, scheduler, batched, states, rotary_limit)
+        if tiers_seed is not None and caching:
+            self.rank.tiers = FakeTiers(self.rank, tiers_seed)
+            scheduler.use_tiers(self.rank.tiers)
         self.requests: list[Request] = []
         self.now_s = 0.0
 
@@ -134,7 +140,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.rank.launched) < 3)
     @rule(prefill_budget=st.one_of(st.none(), st.integers(0, 6)))
     def plan(self, prefill_budget: int | None) -> None:
-        self.rank.plan(prefill_budget)
+        self.rank.plan(prefill_budget, self.now_s)
 
     @precondition(lambda self: self.rank.launched)
     @rule()
@@ -163,6 +169,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert request.request_id not in self.rank.outputs, "a returned request has outputs"
             self.rank.scheduler.add(request)
 
+    @rule(generation=st.integers(1, 3))
+    def forget_prefixes(self, generation: int) -> None:
+        self.rank.scheduler.forget_prefixes(generation)
+
     @rule(passed_s=st.integers(1, 6))
     def expire(self, passed_s: int) -> None:
         self.now_s += passed_s
@@ -187,13 +197,16 @@ test_any_history_gives_each_request_what_it_gets_alone = SchedulerMachine.TestCa
 
 
 def test_long_runs_under_pressure_preempt_share_and_evict_and_still_give_the_same_tokens() -> None:
-    num_preemptions = num_hits = 0
+    num_preemptions = num_hits = num_loads = 0
     for seed in range(12):
         rng = random.Random(seed)
         depth = 1 + seed % 3
         pool = BlockPool(16, 4)
         scheduler = Scheduler(pool, max_num_seqs=8, max_num_batched_tokens=24, max_model_len=60)
         rank = FakeRank(pool, scheduler, 24)
+        if seed % 2:
+            rank.tiers = FakeTiers(rank, seed)
+            scheduler.use_tiers(rank.tiers)
         requests: list[Request] = []
         while len(requests) < 60 or scheduler.has_work:
             if len(requests) < 60 and rng.random() < 0.4:
@@ -221,4 +234,6 @@ def test_long_runs_under_pressure_preempt_share_and_evict_and_still_give_the_sam
             check_outcome(request, rank.outputs[request.request_id], 60)
         num_preemptions += scheduler.stats.num_preemptions
         num_hits += scheduler.stats.prefix_hit_tokens
+        num_loads += rank.tiers.num_loads if rank.tiers else 0
     assert num_preemptions > 20 and num_hits > 1000, "the runs had too few preemptions or cache hits"
+    assert num_loads > 20, "the runs loaded too few prefixes from tiers"

@@ -92,7 +92,7 @@ TIERS = TierFigures(**numbered(TierFigures) | {"load_s": 0.1 + 1e-17, "is_disk_o
         Stop(),
         Abort("a"),
         DropPlacement(2),
-        ForgetPrefixes(),
+        ForgetPrefixes(1_764_000_000_000_000_000),
         PlacementUpdate(REPORT, None, 0),
     ],
 )

@@ -7,6 +7,7 @@ its block table. A row that is lost, shared incorrectly or overwritten is detect
 import hashlib
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 from kvcache.blocks import BlockPool
 from kvcache.states import NO_STATE, StatePool
@@ -69,11 +70,29 @@ class FakeRank:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.launched: deque[Launched] = deque()
         self.outputs: dict[str, list[RequestOutput]] = {}
+        self.tiers: Any = None  # a `FakeTiers`, if the scheduler uses one
         self.num_scored = 0  # prompt tokens whose logprobs were computed
         # (block, row) -> (position, token), and whether the row was computed as part of a long sequence.
         self._rows: dict[tuple[int, int], tuple[int, int]] = {}
         self._is_long: dict[tuple[int, int], bool] = {}
         self._states: dict[int, list[int]] = {}  # slot -> the tokens that its state covers
+
+    def rows(self, block_id: int) -> list[tuple[Any, bool]]:
+        """Return what a full block holds: each row, and whether it was computed as part of a long sequence."""
+        places = [(block_id, row) for row in range(self.pool.block_tokens)]
+        return [(self._rows[place], self._is_long[place]) for place in places]
+
+    def put_row(self, block_id: int, row: int, content: Any, *, is_long: bool) -> None:
+        """Write a row from outside."""
+        self._rows[block_id, row], self._is_long[block_id, row] = content, is_long
+
+    def state(self, slot: int) -> list[int]:
+        """Return the tokens that a slot's state covers."""
+        return self._states[slot]
+
+    def put_state(self, slot: int, token_ids: list[int]) -> None:
+        """Write a state from outside."""
+        self._states[slot] = list(token_ids)
 
     def collect(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
@@ -111,11 +130,17 @@ class FakeRank:
             elif self.scheduler.has_work:
                 self.collect(self.scheduler.expire(float("-inf")))
                 batch = self.plan()
-                assert batch.items or not self.scheduler.has_work, "no step is planned although work is left"
+                waits = self.tiers is not None and self.tiers.num_open > 0
+                assert batch.items or waits or not self.scheduler.has_work, (
+                    "no step is planned although work is left"
+                )
             else:
                 break
         else:
             raise AssertionError("the scheduler does not finish")
+        if self.tiers is not None:
+            self.tiers.is_prompt = True
+            self.scheduler.collect(0.0)
         assert self.pool.num_free == self.pool.num_blocks, "blocks leaked"
         if self.states is not None:
             assert self.states.num_left_over == self.states.num_slots, "states or their reservations leaked"

@@ -1,0 +1,202 @@
+"""A rank's use of its KV tiers: which blocks are saved, and which prefixes are loaded before their requests start.
+
+Full blocks are saved as they are published, and states as they become snapshots. A block or slot stays as it is until its
+job is done; if too many jobs are open, blocks are left out until there is room, in order, because a prefix is of no use without its
+beginning. A loaded prefix becomes an ordinary cached prefix: its blocks are published and released, and the request finds them
+when it is seated. So no other part of the scheduler knows tiers, and a load that fails or comes late changes no answer.
+
+A request is looked up once before each start, when its turn comes, or while it is the next to start and all seats are taken.
+While its prefix loads, others may pass it. A load that takes longer than `MOST_LOAD_S` is given up: the request starts without
+it, and the blocks come back when the thread is done with them.
+"""
+
+from typing import NamedTuple, Protocol
+
+from kvcache.blocks import BlockPool
+from kvcache.states import StatePool
+from kvcache.tiers.figures import TierFigures
+from kvcache.tiers.jobs import Load, Save
+from scheduler.policy.sequence import Sequence
+
+MOST_LOAD_S = 3.0
+SHARE_OF_SAVES = 4  # saves hold at most a fourth of the blocks, or of the slots
+
+
+class KeepsTiers(Protocol):
+    """Copies records to tiers and back; implemented by `kvcache.tiers.tiers.Tiers`, which explains the methods."""
+
+    @property
+    def figures(self) -> TierFigures: ...
+
+    @property
+    def secret(self) -> bytes: ...
+
+    def has(self, key: bytes, *, is_state: bool = False) -> bool: ...
+
+    def save(self, save: Save) -> None: ...
+
+    def load(self, load: Load) -> None: ...
+
+    def finished(self) -> list[Save | Load]: ...
+
+    def forget(self, generation: int) -> None: ...
+
+    def note(
+        self,
+        *,
+        num_lookups: int = 0,
+        num_dropped: int = 0,
+        host_hit_tokens: int = 0,
+        disk_hit_tokens: int = 0,
+    ) -> None: ...
+
+
+class _Loading(NamedTuple):
+    """A sequence whose prefix is loaded."""
+
+    sequence: Sequence
+    num_admissions: int  # of the sequence when the load began
+    matched: list[int]  # cached blocks before the loaded ones; held
+    root: bytes
+    token_ids: list[int]  # of the loaded blocks
+    until_s: float
+    secret: bytes
+
+
+class TierTables:
+    """The jobs of one rank's tiers. Only the scheduler's thread uses it."""
+
+    def __init__(self, tiers: KeepsTiers, pool: BlockPool, states: StatePool | None) -> None:
+        self._tiers, self._pool, self._states = tiers, pool, states
+        self._loads: dict[Load, _Loading] = {}
+        self._num_saves = {False: 0, True: 0}  # open ones: of blocks, and of states
+        self._most_saves = {
+            False: max(1, pool.num_blocks // SHARE_OF_SAVES),
+            True: max(1, states.num_slots // SHARE_OF_SAVES) if states else 0,
+        }
+
+    @property
+    def figures(self) -> TierFigures:
+        """What the tiers did."""
+        return self._tiers.figures
+
+    def offer_blocks(self, sequence: Sequence, num_published: int) -> None:
+        """Save the sequence's first blocks, up to `num_published`, that were not offered before."""
+        while sequence.num_offered < num_published and self._num_saves[False] < self._most_saves[False]:
+            block_id = sequence.block_ids[sequence.num_offered]
+            if self._pool.pin(block_id):
+                self._num_saves[False] += 1
+                self._tiers.save(Save(block_id, self._pool.key_of(block_id)))
+            sequence.num_offered += 1
+
+    def offer_last_blocks(self, sequence: Sequence) -> None:
+        """Save what is left of a sequence that no longer runs. Count the blocks for which there is no room."""
+        num_published = sequence.num_computed // self._pool.block_tokens
+        self.offer_blocks(sequence, num_published)
+        self._tiers.note(num_dropped=max(0, num_published - sequence.num_offered))
+
+    def offer_state(self, slot: int, key: bytes) -> None:
+        """Save a published snapshot that no promise depends on."""
+        states = self._states
+        assert states is not None, "the model keeps no states"
+        if self._num_saves[True] < self._most_saves[True] and states.begin(slot, 0):
+            self._num_saves[True] += 1
+            self._tiers.save(Save(slot, key, is_state=True))
+
+    def look(self, sequence: Sequence, num_shareable: int, num_spare: int, now_s: float) -> bool:
+        """Begin to load what continues the sequence's cached prefix, if a tier has it. Returns whether it loads.
+
+        Args:
+            num_shareable: Number of tokens that need not be computed if they are cached.
+            num_spare: Number of blocks that must stay free.
+        """
+        if sequence.num_looked == sequence.num_admissions + 1:
+            return False
+        pool, token_ids, root = self._pool, sequence.token_ids, sequence.root_key
+        if pool.blocks_for(len(token_ids)) + num_spare > pool.num_free:
+            return False  # it cannot start yet; it is looked up when it can
+        sequence.num_looked = sequence.num_admissions + 1
+        num_blocks = num_shareable // pool.block_tokens
+        matched = pool.match(token_ids[:num_shareable], root)
+        if not num_blocks or (len(matched) == num_blocks and self._states is None):
+            return False
+        self._tiers.note(num_lookups=1)
+        keys = pool.keys_of(token_ids[: num_blocks * pool.block_tokens], root)
+        load = self._find(keys, len(matched))
+        if load is None:
+            return False
+        pool.share(matched)
+        size, num_loads = pool.block_tokens, len(load.keys)
+        load.block_ids = pool.acquire(num_loads)
+        begin = len(matched) * size
+        self._loads[load] = _Loading(
+            sequence, sequence.num_admissions, matched, root, token_ids[begin : begin + num_loads * size],
+            now_s + MOST_LOAD_S, self._tiers.secret,
+        )  # fmt: skip
+        sequence.is_loading = True
+        self._tiers.load(load)
+        return True
+
+    def _find(self, keys: list[bytes], num_matched: int) -> Load | None:
+        """Return what to load after the first `num_matched` blocks of a prefix. None if no tier can add to it."""
+        states = self._states
+        if states is None:
+            end = num_matched
+            while end < len(keys) and self._tiers.has(keys[end]):
+                end += 1
+            return Load(keys[num_matched:end]) if end > num_matched else None
+        first = states.find(keys[:num_matched]).num_blocks
+        for end in range(len(keys), first, -1):
+            if self._tiers.has(keys[end - 1], is_state=True):
+                break
+        else:
+            return None
+        missing = keys[num_matched:end]
+        slot = states.take_left_over() if all(self._tiers.has(key) for key in missing) else None
+        return None if slot is None else Load(missing, state_key=keys[end - 1], slot=slot)
+
+    def collect(self, now_s: float) -> None:
+        """Take back the jobs that ended, and give up those that take too long."""
+        for job in self._tiers.finished():
+            if isinstance(job, Save):
+                self._num_saves[job.is_state] -= 1
+                if not job.is_state:
+                    self._pool.unpin(job.index)
+                elif self._states is not None:
+                    self._states.give(job.index)
+            else:
+                self._end_load(job, self._loads.pop(job))
+        for loading in self._loads.values():
+            if now_s > loading.until_s:
+                loading.sequence.is_loading = False
+
+    def _end_load(self, load: Load, loading: _Loading) -> None:
+        """Publish what was loaded, and release everything."""
+        pool, states, size = self._pool, self._states, self._pool.block_tokens
+        is_valid = loading.secret == self._tiers.secret  # otherwise all prefixes were forgotten meanwhile
+        num_loaded = load.num_loaded if is_valid else 0
+        parent = loading.matched[-1] if loading.matched else None
+        for index in range(num_loaded):
+            tokens = loading.token_ids[index * size : (index + 1) * size]
+            pool.publish(load.block_ids[index], tokens, parent, loading.root)
+            parent = load.block_ids[index]
+        if states is not None:
+            if is_valid and load.has_state and num_loaded == len(load.block_ids):
+                assert load.state_key is not None, "a state has a key"
+                states.publish(load.slot, load.state_key)
+            states.give(load.slot)
+        sequence = loading.sequence
+        if sequence.is_loading and loading.num_admissions == 0:
+            sources = load.sources[:num_loaded]
+            sequence.num_host_tokens = sources.count("host") * size
+            sequence.num_disk_tokens = sources.count("disk") * size
+            self._tiers.note(
+                host_hit_tokens=sequence.num_host_tokens, disk_hit_tokens=sequence.num_disk_tokens
+            )
+        sequence.is_loading = False
+        pool.release([*loading.matched, *load.block_ids])
+
+    def forget(self, generation: int) -> bytes:
+        """Forget the records of older generations. Returns the secret of the keys from now on."""
+        self._tiers.forget(generation)
+        return self._tiers.secret

@@ -1,0 +1,77 @@
+"""Open the tiers below a rank's KV cache, as its settings say."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.distributed import Store
+
+from dispatch.wires.segment import identify_process
+from kvcache.gpu.unit import DeviceUnit
+from kvcache.paged_cache import PagedCache
+from kvcache.tiers.opening import Kinds, open_disk, open_host
+from kvcache.tiers.records import Layout, StoreError
+from kvcache.tiers.tiers import Tiers, Units
+from kvcache.unit import CacheUnit, block_parts, layout_of, state_parts
+from scheduler.policy.config import ConfigError, EngineConfig
+
+
+def open_tiers(
+    config: EngineConfig,
+    cache: PagedCache,
+    device: torch.device,
+    store: Store | None,
+    enter_thread: Callable[[], None],
+) -> Tiers | None:
+    """Return the tiers of a rank's cache, or None if none is wanted.
+
+    Args:
+        store: The job's store, where ranks of one host meet. None: the rank is alone.
+        enter_thread: Called first in every new thread.
+
+    Raises:
+        ConfigError: The sizes or the directory cannot be used. The message says what to change.
+    """
+    if not config.has_kv_tiers:
+        return None
+    unit_of = CacheUnit if device.type == "cpu" else DeviceUnit
+    blocks, states = block_parts(cache), state_parts(cache)
+
+    def make_units() -> Units:
+        return Units(unit_of(blocks), unit_of(states))
+
+    kinds = _kinds(config, cache, device, make_units())
+    tiers = []
+    try:
+        if config.kv_offloading_dir is not None:
+            tiers.append(open_disk(Path(config.kv_offloading_dir), kinds, config.kv_offloading_disk_bytes))
+        if config.kv_offloading_bytes:
+            secret = tiers[0].blocks.secret if tiers else None
+            host = json.dumps(identify_process().host)
+            size = config.kv_offloading_bytes
+            tiers.insert(0, open_host(kinds, size, store=store, host=host, secret=secret))
+    except StoreError as error:
+        raise ConfigError(str(error)) from error
+    return Tiers(tiers, make_units, enter_thread=enter_thread)
+
+
+def _kinds(config: EngineConfig, cache: PagedCache, device: torch.device, units: Units) -> Kinds:
+    facts = {
+        "checkpoint": config.checkpoint_facts,
+        "device": device.type,
+        "dtype": config.dtype,
+        "quantization": str(config.quantization),
+        "activation_dtype": config.activation_dtype,
+        "batch_invariant": str(config.batch_invariant),
+    }
+    model = layout_of(cache, facts)
+    software = hashlib.sha256(config.software_facts.encode()).digest()
+    blocks = Layout(model, software, units.blocks.num_bytes)
+    if not units.states.num_bytes:
+        return Kinds(blocks, None)
+    num_slots = max(len(states) for states in cache.states)
+    of_states = units.states.num_bytes * num_slots
+    of_blocks = units.blocks.num_bytes * cache.num_blocks
+    return Kinds(blocks, Layout(model, software, units.states.num_bytes), of_states / (of_states + of_blocks))

@@ -1,0 +1,150 @@
+"""How a scheduler uses its tiers: what waits for a load, for how long, and what is counted."""
+
+import pytest
+
+from kvcache.blocks import BlockPool
+from kvcache.states import StatePool
+from kvcache.tiers.jobs import Load
+from scheduler.policy.request import Request, SamplingParams
+from scheduler.policy.scheduler import Scheduler
+from scheduler.policy.tier_tables import MOST_LOAD_S
+from tests.support.engines.fake_tiers import FakeTiers
+from tests.support.models.fake_model import FakeRank, serve_alone
+
+LENGTH = 64
+
+
+def rank_with_tiers(*, num_blocks: int = 12, max_num_seqs: int = 4, states: int = 0) -> FakeRank:
+    pool = BlockPool(num_blocks, 4)
+    slots = StatePool(states) if states else None
+    scheduler = Scheduler(
+        pool, max_num_seqs=max_num_seqs, max_num_batched_tokens=32, max_model_len=num_blocks * 4, states=slots
+    )
+    rank = FakeRank(pool, scheduler, 32, slots)
+    rank.tiers = FakeTiers(rank, seed=1, loss=0.0)
+    rank.tiers.chance = 1.0
+    scheduler.use_tiers(rank.tiers)
+    return rank
+
+
+def ask(name: str, tokens: list[int], max_tokens: int = 2, **more: int) -> Request:
+    params = SamplingParams(max_tokens=max_tokens, **more)  # type: ignore[arg-type]
+    return Request(request_id=name, prompt_ids=tuple(tokens), params=params, arrival_s=0.0)
+
+
+def serve(rank: FakeRank, *requests: Request) -> None:
+    """Serve requests to their ends, with tiers that do their jobs at once."""
+    for request in requests:
+        rank.scheduler.add(request)
+    rank.drain()
+    for request in requests:
+        assert rank.tokens_of(request.request_id) == serve_alone(request, LENGTH)[0]
+
+
+PREFIX = [1, 2, 3, 4, 5, 6] * 4  # six blocks
+OTHER = [6, 0, 1, 0, 2, 0, 3, 0] * 5
+
+
+@pytest.mark.parametrize("states", [0, 8])
+def test_an_evicted_prefix_is_loaded_and_counted_as_cached(states: int) -> None:
+    rank = rank_with_tiers(states=states)
+    serve(rank, ask("first", [*PREFIX, 0]))
+    serve(rank, ask("evicts", OTHER), ask("evicts more", OTHER[::-1]))
+    serve(rank, ask("again", [*PREFIX, 3]))
+    assert rank.tiers.num_loads > 0
+    (output, *_) = rank.outputs["again"]
+    assert output.num_cached_tokens == output.num_host_tokens == len(PREFIX)
+    assert rank.tiers.figures.host_hit_tokens == len(PREFIX)
+
+
+def test_others_pass_a_request_whose_prefix_loads() -> None:
+    rank = rank_with_tiers()
+    serve(rank, ask("first", [*PREFIX, 0]))
+    serve(rank, ask("evicts", OTHER), ask("evicts more", OTHER[::-1]))
+    rank.tiers.is_prompt, rank.tiers.chance = False, 0.0
+    rank.scheduler.add(ask("loads", [*PREFIX, 3]))
+    rank.scheduler.add(ask("passes", [0, 0, 1]))
+    batch = rank.plan()
+    assert [item.sequence.request.request_id for item in batch.items] == ["passes"]
+    assert rank.scheduler.stats.num_waiting == 1
+    rank.finish()
+    rank.tiers.chance = 1.0
+    assert [item.sequence.request.request_id for item in rank.plan().items] == ["passes", "loads"]
+
+
+def test_a_load_that_takes_too_long_is_given_up_and_its_blocks_come_back_later() -> None:
+    rank = rank_with_tiers()
+    serve(rank, ask("first", [*PREFIX, 0]))
+    serve(rank, ask("evicts", OTHER), ask("evicts more", OTHER[::-1]))
+    rank.tiers.is_prompt, rank.tiers.chance = False, 0.0
+    rank.scheduler.add(ask("loads", [*PREFIX[:12], 3]))
+    assert not rank.plan(now_s=10.0).items
+    assert not rank.plan(now_s=10.0 + MOST_LOAD_S).items
+    num_free = rank.pool.num_free
+    batch = rank.plan(now_s=10.1 + MOST_LOAD_S)
+    assert [item.start for item in batch.items] == [0], "it computes its prompt"
+    rank.finish()
+    assert rank.pool.num_free < num_free
+    rank.drain()  # checks that all blocks are free in the end
+
+
+def test_prefixes_forgotten_during_a_load_are_not_used() -> None:
+    rank = rank_with_tiers()
+    serve(rank, ask("first", [*PREFIX, 0]))
+    serve(rank, ask("evicts", OTHER), ask("evicts more", OTHER[::-1]))
+    rank.tiers.is_prompt, rank.tiers.chance = False, 0.0
+    rank.scheduler.add(ask("loads", [*PREFIX, 3]))
+    assert not rank.plan().items
+    rank.scheduler.forget_prefixes(5)
+    rank.tiers.chance = 1.0
+    assert [item.start for item in rank.plan().items] == [0]
+
+
+def test_an_aborted_request_leaves_what_was_loaded_to_the_next() -> None:
+    rank = rank_with_tiers()
+    serve(rank, ask("first", [*PREFIX, 0]))
+    serve(rank, ask("evicts", OTHER), ask("evicts more", OTHER[::-1]))
+    rank.tiers.is_prompt, rank.tiers.chance = False, 0.0
+    rank.scheduler.add(ask("leaves", [*PREFIX, 3]))
+    assert not rank.plan().items
+    assert rank.scheduler.abort("leaves") is not None
+    num_loads, rank.tiers.chance = rank.tiers.num_loads, 1.0
+    serve(rank, ask("next", [*PREFIX, 2]))
+    assert rank.tiers.num_loads == num_loads and rank.outputs["next"][0].num_cached_tokens == len(PREFIX)
+
+
+def test_saves_hold_at_most_a_fourth_of_the_blocks_and_the_rest_is_counted() -> None:
+    rank = rank_with_tiers()
+    rank.tiers.chance = 0.0
+    rank.scheduler.add(ask("one", [*PREFIX, 0], max_tokens=1))
+    rank.plan()
+    rank.finish()
+    assert rank.tiers.num_open == 3
+    assert rank.tiers.figures.num_dropped == 3
+
+
+def test_prompt_logprobs_load_nothing() -> None:
+    rank = rank_with_tiers()
+    serve(rank, ask("first", [*PREFIX, 0]))
+    serve(rank, ask("evicts", OTHER), ask("evicts more", OTHER[::-1]))
+    num_loads = rank.tiers.num_loads
+    rank.scheduler.add(ask("scored", [*PREFIX, 0], num_prompt_logprobs=0))
+    rank.drain()
+    assert rank.tiers.num_loads == num_loads
+
+
+def test_a_wrong_fake_is_noticed() -> None:
+    """The fake's memory tells blocks apart: a load that fills blocks wrongly fails the next read."""
+    rank = rank_with_tiers()
+    serve(rank, ask("first", [*PREFIX, 0]))
+    serve(rank, ask("evicts", OTHER), ask("evicts more", OTHER[::-1]))
+    fill = rank.tiers._fill
+
+    def fill_wrongly(load: Load) -> Load:
+        filled: Load = fill(load)
+        rank.put_row(load.block_ids[0], 0, (0, 6), is_long=False)
+        return filled
+
+    rank.tiers._fill = fill_wrongly
+    with pytest.raises(AssertionError, match="a sequence read rows of another"):
+        serve(rank, ask("again", [*PREFIX, 3]))

@@ -1,0 +1,134 @@
+"""Tiers change no bit: not under constant eviction, not after a restart, and not for the rank that takes over a lost one's requests."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcache.tiers.figures import TierFigures
+from scheduler.assembly import Assembled
+from scheduler.policy.request import Request, RequestOutput
+from scheduler.policy.speculative import parse_speculative_config
+from tests.scheduler.test_invariance import FAMILIES, Answers, collect, requests
+from tests.support.engines.crew import Crew
+from tests.support.engines.serving import build, occupy, request, serve
+from tests.support.models.families import VOCABULARY, write_checkpoint
+
+HOST = 64 << 20
+DRAFTS = parse_speculative_config('{"method": "ngram", "num_speculative_tokens": 3}')
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Answers]:
+    """Return a checkpoint and every request served alone, without a prefix cache or tiers."""
+    directory = tmp_path_factory.mktemp(request.param)
+    write_checkpoint(request.param, directory)
+    built = build(directory, max_model_len=160, enable_prefix_caching=False)
+    return directory, collect(serve(built, *([one] for one in requests())).outputs)
+
+
+def figures_of(built: Assembled) -> TierFigures:
+    figures = built.scheduler.stats.tiers
+    assert figures is not None
+    return figures
+
+
+def serve_with_tiers(
+    directory: Path, *waves: list[Request], **settings: Any
+) -> tuple[list[RequestOutput], TierFigures]:
+    """Serve with so few blocks that every request evicts what the others left. Checks that nothing stays held."""
+    built = build(directory, max_model_len=160, **settings)
+    occupied = occupy(built, leaving=12)
+    outputs = serve(built, *waves).outputs
+    built.engine.close()
+    built.scheduler.collect(0.0)
+    stats = built.scheduler.stats
+    assert stats.num_free_blocks == stats.num_blocks - occupied
+    return outputs, figures_of(built)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_num_batched_tokens": 23, "max_num_seqs": 8},
+        {"max_num_seqs": 1},
+        {"speculative_config": DRAFTS},
+    ],
+    ids=["full batch", "chunks of 23", "one seat", "drafts"],
+)
+def test_constant_eviction_to_host_memory_changes_no_bit(
+    family: tuple[Path, Answers], settings: dict[str, Any]
+) -> None:
+    directory, alone = family
+    outputs, figures = serve_with_tiers(
+        directory, requests(), requests(), kv_offloading_bytes=HOST, **settings
+    )
+    assert collect(outputs) == alone
+    assert figures.host_load_bytes > 0 and figures.host_hit_tokens > 0 and figures.num_faults == 0
+
+
+def test_a_restarted_service_finds_its_blocks_on_the_disk(
+    family: tuple[Path, Answers], tmp_path: Path
+) -> None:
+    directory, alone = family
+    disk = {"kv_offloading_dir": str(tmp_path / "kv"), "kv_offloading_disk_bytes": HOST}
+    outputs, first = serve_with_tiers(directory, requests(), **disk)
+    assert collect(outputs) == alone
+    outputs, second = serve_with_tiers(directory, requests(), **disk)
+    assert collect(outputs) == alone
+    assert first.disk_store_bytes > 0 and second.disk_hit_tokens > first.disk_hit_tokens
+
+
+def test_the_comparison_sees_a_wrong_block(tmp_path: Path) -> None:
+    """A record that passes for another one would change the answers: without the checksum, the test above fails."""
+    write_checkpoint("qwen3_moe", tmp_path)
+    disk = {"kv_offloading_dir": str(tmp_path / "kv"), "kv_offloading_disk_bytes": HOST}
+    alone = collect(serve_with_tiers(tmp_path, requests(), **disk)[0])
+    built = build(tmp_path, max_model_len=160, **disk)
+    assert built.engine._tiers is not None
+    store = built.engine._tiers._tiers[0].blocks
+    read = store.read
+
+    def misread(key: bytes, buffers: list[memoryview], take: Any) -> Any:
+        outcome = read(key, buffers, take)
+        buffers[0][0] ^= 0x80
+        return outcome
+
+    store.read = misread  # type: ignore[assignment]
+    assert collect(serve(built, requests()).outputs) != alone
+    built.engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_next"])
+def test_the_rank_that_takes_over_finds_the_blocks_of_the_lost_one(name: str, tmp_path: Path) -> None:
+    write_checkpoint(name, tmp_path)
+    prompts = [[(7 * index + 3 * place) % VOCABULARY for place in range(150)] for index in range(3)]
+    wanted = [request(str(index), prompt, max_tokens=100) for index, prompt in enumerate(prompts)]
+    served = serve(
+        build(tmp_path, max_model_len=320, enable_prefix_caching=False), *([one] for one in wanted)
+    )
+    with Crew(tmp_path, 2, kv_offloading_bytes=HOST) as crew:
+        crew.submit(0, wanted)
+        crew.until(lambda: all(len(tokens) > 40 for tokens in crew.tokens.values()))
+        crew.kill(0)
+        crew.order([1])
+        crew.replay(0, to=1)
+        crew.until(crew.is_done)
+        assert crew.tokens == served.token_ids
+        figures = crew.stats[1].tiers
+        assert figures is not None and figures.host_load_bytes > 0
+        crew.bring_back(0)
+        crew.order([0, 1])
+        again = [request(f"again {index}", prompt, max_tokens=100) for index, prompt in enumerate(prompts)]
+        crew.submit(0, again)
+        crew.until(crew.is_done)
+        assert [crew.tokens[one.request_id] for one in again] == [
+            served.token_ids[one.request_id] for one in wanted
+        ]
+        figures = crew.stats[0].tiers
+        assert figures is not None and figures.host_hit_tokens >= 3 * 128, (
+            "the restarted rank shares the memory again"
+        )
+        crew.stop()

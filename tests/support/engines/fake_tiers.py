@@ -1,0 +1,95 @@
+"""A stand-in for a rank's tiers, over the memory of a `FakeRank`: copies whenever a test wants, and loses what it wants.
+
+A save reads its block as late as possible, so a block that is reused too early is noticed. Records vanish and loads stop early,
+as they do in tiers that other processes share.
+"""
+
+import random
+from typing import Any
+
+from kvcache.tiers.figures import TierFigures
+from kvcache.tiers.jobs import Load, Save
+from tests.support.models.fake_model import FakeRank
+
+
+class FakeTiers:
+    """A `KeepsTiers`. `finished` ends some of the open jobs, in order within each kind of job."""
+
+    def __init__(self, rank: FakeRank, seed: int, *, loss: float = 0.2) -> None:
+        self.rank, self._random, self._loss = rank, random.Random(seed), loss
+        self.figures = TierFigures()
+        self.generation = 0
+        self.is_prompt = False  # end all jobs at once
+        self.chance = 0.5  # that `finished` ends the next job, otherwise
+        self._blocks: dict[bytes, Any] = {}
+        self._states: dict[bytes, list[int]] = {}
+        self._saves: list[tuple[Save, Any]] = []  # with the content when the save was ordered
+        self._loads: list[Load] = []
+        self.num_loads = 0
+
+    @property
+    def secret(self) -> bytes:
+        return self.generation.to_bytes(16, "little")
+
+    @property
+    def num_open(self) -> int:
+        return len(self._saves) + len(self._loads)
+
+    def has(self, key: bytes, *, is_state: bool = False) -> bool:
+        return key in (self._states if is_state else self._blocks)
+
+    def save(self, save: Save) -> None:
+        self._saves.append((save, self._content(save.index, is_state=save.is_state)))
+
+    def load(self, load: Load) -> None:
+        assert load.keys or load.state_key, "a load of nothing"
+        self._loads.append(load)
+        self.num_loads += 1
+
+    def forget(self, generation: int) -> None:
+        self.generation = max(self.generation, generation)
+
+    def note(self, **counts: int) -> None:
+        present = self.figures._asdict()
+        self.figures = self.figures._replace(
+            **{name: present[name] + count for name, count in counts.items()}
+        )
+
+    def finished(self) -> list[Save | Load]:
+        done: list[Save | Load] = []
+        while self._saves and self._is_time():
+            save, content = self._saves.pop(0)
+            assert self._content(save.index, is_state=save.is_state) == content, (
+                "a record changed while it was saved"
+            )
+            (self._states if save.is_state else self._blocks)[save.key] = content
+            done.append(save)
+        while self._loads and self._is_time():
+            done.append(self._fill(self._loads.pop(0)))
+        return done
+
+    def _is_time(self) -> bool:
+        return self.is_prompt or self._random.random() < self.chance
+
+    def _fill(self, load: Load) -> Load:
+        for key, block_id in zip(load.keys, load.block_ids, strict=True):
+            rows = self._blocks.get(key)
+            for row in range(self.rank.pool.block_tokens):  # whatever happens, the block is written
+                self.rank.put_row(block_id, row, ("damaged", key), is_long=False)
+            if rows is None or self._random.random() < self._loss:
+                self._blocks.pop(key, None)
+                break
+            for row, (content, is_long) in enumerate(rows):
+                self.rank.put_row(block_id, row, content, is_long=is_long)
+            load.num_loaded += 1
+            load.sources.append("host")
+        if load.state_key is not None:
+            self.rank.put_state(load.slot, [-1])
+            state = self._states.get(load.state_key)
+            if state is not None and self._random.random() >= self._loss:
+                self.rank.put_state(load.slot, state)
+                load.has_state = True
+        return load
+
+    def _content(self, index: int, *, is_state: bool) -> Any:
+        return list(self.rank.state(index)) if is_state else self.rank.rows(index)
