@@ -89,6 +89,9 @@ def rank_memory(model: ReadModel, device: Device, options: Options, num_ranks: i
     local_ranks = min(num_ranks, device.node_ranks)
     total = device.memory_bytes // (local_ranks if device.is_cpu else 1)
     buffers = 0 if device.is_cpu else WORKSPACE_BYTES + gpu_attention_bytes(options, heads_of(model))
+    host_tier = options.engine.kv_offloading_bytes // local_ranks if device.is_cpu else 0
+    if host_tier:  # the default KV cache is a share of what it leaves
+        _check_fits(device, total, weights + buffers, options.engine.kv_cache_bytes or 0, host_tier)
     try:
         kv_bytes = options.engine.kv_cache_bytes or _default_kv_bytes(
             model, device, options, weights, experts.spare, local_ranks
@@ -96,15 +99,7 @@ def rank_memory(model: ReadModel, device: Device, options: Options, num_ranks: i
         size = _cache_size(model, device, options, kv_bytes)
     except KVMemoryError as error:
         raise SizeError(str(error)) from error
-    host_tier = options.engine.kv_offloading_bytes // local_ranks if device.is_cpu else 0
-    needed = weights + buffers + kv_bytes + host_tier
-    if needed > total:
-        tier = f", {host_tier / 2**30:.1f} of its node's tier in host memory" if host_tier else ""
-        raise SizeError(
-            f"a rank needs {needed / 2**30:.1f} GiB ({weights / 2**30:.1f} of weights, {kv_bytes / 2**30:.1f} of KV cache{tier}), "
-            f"but {device.name} has {total / 2**30:.1f} GiB per rank; use more ranks, fewer redundant experts or a smaller "
-            f"model"
-        )
+    _check_fits(device, total, weights + buffers, kv_bytes, host_tier)
     of_layer = experts.slots_per_rank * num_ranks
     return RankMemory(
         total=total,
@@ -120,6 +115,19 @@ def rank_memory(model: ReadModel, device: Device, options: Options, num_ranks: i
         state_bytes=sum(shape.state.num_bytes for shape in model.shapes if shape.state),
         kv_tokens=size.num_blocks * BLOCK_TOKENS,
         num_states=size.num_states,
+    )
+
+
+def _check_fits(device: Device, total: int, rank_bytes: int, kv_bytes: int, host_tier: int) -> None:
+    """Raise if the parts of a rank exceed the memory that it has. `rank_bytes`: weights and buffers."""
+    needed = rank_bytes + kv_bytes + host_tier
+    if needed <= total:
+        return
+    tier = f", {host_tier / 2**30:.1f} of its node's tier in host memory" if host_tier else ""
+    raise SizeError(
+        f"a rank needs {needed / 2**30:.1f} GiB ({rank_bytes / 2**30:.1f} of weights and buffers, {kv_bytes / 2**30:.1f} of KV "
+        f"cache{tier}), but {device.name} has {total / 2**30:.1f} GiB per rank; use more ranks, fewer redundant experts or a "
+        f"smaller {'--kv-offloading-size' if host_tier else 'model'}"
     )
 
 

@@ -130,8 +130,9 @@ def test_the_tier_of_a_cpu_is_part_of_its_memory(gpt_oss: Path, capsys: pytest.C
     assert less["host_tier"] == 32 << 30
     assert plain["kv_cache"] - less["kv_cache"] == pytest.approx((64 << 30) * 0.25 / 2, rel=1e-3)
     assert "tier in host memory" in _said(capsys, *words, "--kv-offloading-size", "64G")
-    said = _said(capsys, *words, "--kv-cache-memory", "1G", "--kv-offloading-size", "100T", status=2)
-    assert "of its node's tier in host memory), but cpu has" in said
+    for given in ((), ("--kv-cache-memory", "4G")):
+        said = _said(capsys, *words, *given, "--kv-offloading-size", "100T", status=2)
+        assert "51200.0 of its node's tier in host memory), but cpu has" in said
 
 
 def test_replicas_are_cut_over_any_part_of_the_ranks_and_have_their_share(
