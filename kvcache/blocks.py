@@ -107,7 +107,7 @@ class BlockPool:
     def pin(self, block_id: int) -> bool:
         """Keep a published block as it is until `unpin`. Returns False if it is pinned already.
 
-        A pin is no hold: a holder of a block holds those before it, too.
+        A pin is not a hold: a holder of a block also holds those before it.
         """
         assert block_id in self._prefixes, f"block {block_id} is pinned but was never published"
         if block_id in self._pinned:

@@ -117,7 +117,7 @@ class StatePool:
         return True
 
     def key_of(self, slot: int) -> bytes | None:
-        """Return the key of a snapshot; None if the slot is none."""
+        """Return the key of a snapshot, or None if the slot is not one."""
         return self._key_of.get(slot)
 
     def forget(self, key: bytes) -> None:

@@ -1,8 +1,8 @@
 """The exported unit: the bytes of one block, or of one state slot, of all layers, and their checksum.
 
 Everything that keeps or moves cached state outside the pages (tiers, later transfers between ranks) uses these bytes: each
-layer's parts in order, as they are in memory. Their meaning is fixed by `layout_of`, whose digest both sides compare. The
-owner computes the checksum; whoever takes the bytes computes it again over the memory into which they were written.
+layer's parts in order, as they are in memory. Both sides compare the digest of their meaning, `layout_of`. The owner computes
+the checksum; the taker computes it again over the memory into which the bytes were written.
 
 The checksum is the sum of all 32-bit words, each times an odd 64-bit number that depends on its place, modulo 2^64: Fletcher's
 idea with wider weights. One changed word, or two that were exchanged, always change it, and the words can be summed in any
@@ -115,7 +115,7 @@ def filled(tensors: Sequence[Tensor]) -> list[Tensor]:
     for part in parts:
         size = part[0].numel() * part.element_size()
         if size % WORD_BYTES:
-            raise ValueError(f"a part of a record has {size} bytes, which is no multiple of {WORD_BYTES}")
+            raise ValueError(f"a part of a record has {size} bytes, not a multiple of {WORD_BYTES}")
     return parts
 
 

@@ -1,4 +1,4 @@
-"""The exported unit of a cache on a GPU: records are gathered, copied and summed on a stream of their own.
+"""The exported unit of a cache on a GPU: records are gathered, copied and summed on a separate stream.
 
 A record passes through one buffer on the device and one in pinned host memory. The checksum is computed on the device, of the
 bytes as they lie in the pages.

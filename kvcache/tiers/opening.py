@@ -1,8 +1,8 @@
 """Open the files of the tiers, and find the host memory that other ranks of this host already share.
 
 Host memory is an anonymous file (memfd), which leaves nothing behind, even after kill -9, and needs no room in /dev/shm. Ranks
-list in the job's store where they have it open; a rank opens it through /proc from any that lives. It lasts as long as one of
-them does, so a rank that is restarted finds its blocks again.
+list their process and descriptor in the job's store, and a new rank opens the file through /proc from any process that lives.
+The memory lasts as long as one of them does, so a rank that is restarted finds its blocks again.
 """
 
 import json
@@ -27,7 +27,7 @@ class SharedStore(Protocol):
     """The operation of torch.distributed's `Store` that ranks meet with."""
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Set the value if it is the expected one ("" if there is none); return the value."""
+        """Set the value if it is the expected one ("" if the key is new). Returns the value."""
 
 
 def open_disk(directory: Path, kinds: Kinds, num_bytes: int) -> Tier:

@@ -12,10 +12,10 @@ takes a place, and the place until the record is written; these locks of fcntl(2
 entry, writes the record, then the new entry. A list in the index that a killed process left is of no harm: the entry decides.
 
 The file may be a memfd (host memory) or a file on a disk. All access is by pread and pwrite: a full disk is an error and not a
-signal. Nothing is synced: after a loss of power, the checksums tell which records are whole.
+signal. Nothing is synced: after a loss of power, the checksums show which records are whole.
 
-Rejected: a file per block (vLLM, LMCache), whose number nobody limits; sets of 16 records that each replace their oldest, which
-break long prefixes (docs/LOG.md).
+Rejected: a file per block (vLLM, LMCache), which needs a second store for limits and order; sets of 16 records that each replace
+their oldest, which break long prefixes (docs/LOG.md).
 """
 
 import contextlib
@@ -44,7 +44,7 @@ _PAGE = 4096
 _SLOTS = 16  # of a bucket; two fifths are used, so that few buckets are full
 _BUCKET_BYTES = _SLOTS * _LISTED.size
 _AT_ONCE = 64  # entries that the hand reads
-_READS = 3  # of a record whose checksum differs: it may have been replaced, or replaced twice
+_READS = 3  # of a record with a wrong checksum: it may have been replaced meanwhile, even twice
 _LOCK_TRIES, _LOCK_PAUSE_S = (
     40,
     0.25e-3,
@@ -65,7 +65,7 @@ class Layout(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """A record's entry; all zeros if there is no record."""
+    """A record's entry; all zeros without a record."""
 
     key: bytes
     checksum: int
@@ -79,7 +79,7 @@ class Outcome(Enum):
     """How a read ended."""
 
     WHOLE = auto()  # the buffers hold the record
-    MISS = auto()  # there is no such record, or it was replaced meanwhile
+    MISS = auto()  # the key has no record, or it was replaced meanwhile
     DAMAGED = auto()  # its bytes were not those that had been written; it was erased
 
 
@@ -98,7 +98,7 @@ class RecordStore:
             secret: Of a new file: 32 bytes that key the hash of prefixes. None draws them.
 
         Raises:
-            StoreError: The file is no store, or that of another model, or must be emptied while others use it, or
+            StoreError: The file is not a store, or that of another model, or must be emptied while others use it, or
                 `num_bytes` is too small.
             OSError: The file cannot be read or written.
         """
@@ -120,7 +120,7 @@ class RecordStore:
         """Whether the file has this model's records, but computed by other software or in another number."""
         if len(found) < _HEADER.size or found[: len(_MAGIC)] != _MAGIC:
             raise StoreError(
-                f"{self.name} is no store of KV blocks: choose another place, or remove the file"
+                f"{self.name} is not a store of KV blocks: choose another place, or remove the file"
             )
         _, version, record_bytes, present, model, software, _ = _HEADER.unpack(found)
         if model != layout.model:
@@ -262,7 +262,7 @@ class RecordStore:
         return None
 
     def _list(self, key: bytes, place: int) -> None:
-        """List a place in a key's bucket: in a free slot, one whose record is gone, or else the first."""
+        """List a place in a key's bucket: in a free slot, one without a record, or the first."""
         slots = self._bucket(key)
         free = [slot for slot, (listed, _) in enumerate(slots) if not listed]
         gone = (slot for slot, (listed, tag) in enumerate(slots) if _tag(self._entry(listed - 1).key) != tag)

@@ -4,8 +4,8 @@ A block is copied when it is full, long before it is evicted, so a step never wa
 it had computed. Both copies happen in threads: one loads, one saves. The step loop gives them jobs and takes them back when
 they are done (`scheduler.policy.tier_tables`); until then the job's blocks belong to the thread.
 
-A tier can only save time. Whatever a record's checksum does not confirm is computed again. A tier whose file fails (a full
-disk, a read-only one) is left out from then on, with one message; the service goes on.
+A tier can only save time. A record that its checksum does not confirm is computed again. If a tier's file fails (a full or
+read-only disk), the tier is left out from then on, with one message, and the service goes on.
 """
 
 import hashlib

@@ -132,7 +132,7 @@ class Sequence:
     is_long: bool = False  # computed in the model's way for long sequences: see `Scheduler`'s `rotary_limit`
     num_in_flight: int = 0  # uncommitted batches that hold this sequence; until then its blocks stay held
     num_admissions: int = 0  # 2 and more after preemption
-    num_looked: int = 0  # admissions before which the tiers were asked for its prefix
+    num_looked: int = 0  # number of admissions before which its prefix was looked up in the tiers
     num_offered: int = 0  # of its first blocks, given to the tiers since its last admission
     is_loading: bool = False  # its prefix is on the way from a tier
     num_cached_tokens: int = 0  # prompt tokens that the first admission found in the prefix cache

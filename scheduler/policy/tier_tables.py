@@ -6,8 +6,8 @@ beginning. A loaded prefix becomes an ordinary cached prefix: its blocks are pub
 when it is seated. So no other part of the scheduler knows tiers, and a load that fails or comes late changes no answer.
 
 A request is looked up once before each start, when its turn comes, or while it is the next to start and all seats are taken.
-While its prefix loads, others may pass it. A load that takes longer than `MOST_LOAD_S` is given up: the request starts without
-it, and the blocks come back when the thread is done with them.
+While its prefix loads, others may pass it. After `MOST_LOAD_S` the request starts without it, and the blocks come back when
+the thread is done with them.
 """
 
 from typing import NamedTuple, Protocol
@@ -52,7 +52,7 @@ class KeepsTiers(Protocol):
 
 
 class _Loading(NamedTuple):
-    """A sequence whose prefix is loaded."""
+    """A sequence that waits for a load."""
 
     sequence: Sequence
     num_admissions: int  # of the sequence when the load began
@@ -90,7 +90,7 @@ class TierTables:
             sequence.num_offered += 1
 
     def offer_last_blocks(self, sequence: Sequence) -> None:
-        """Save what is left of a sequence that no longer runs. Count the blocks for which there is no room."""
+        """Save what is left of a sequence that no longer runs. Count the blocks that find no room."""
         num_published = sequence.num_computed // self._pool.block_tokens
         self.offer_blocks(sequence, num_published)
         self._tiers.note(num_dropped=max(0, num_published - sequence.num_offered))
@@ -156,7 +156,7 @@ class TierTables:
         return None if slot is None else Load(missing, state_key=keys[end - 1], slot=slot)
 
     def collect(self, now_s: float) -> None:
-        """Take back the jobs that ended, and give up those that take too long."""
+        """Take back the jobs that ended, and stop waiting for those that take too long."""
         for job in self._tiers.finished():
             if isinstance(job, Save):
                 self._num_saves[job.is_state] -= 1

@@ -1,4 +1,4 @@
-"""Open the tiers below a rank's KV cache, as its settings say."""
+"""Open the tiers below a rank's KV cache."""
 
 import hashlib
 import json
@@ -32,7 +32,7 @@ def open_tiers(
         enter_thread: Called first in every new thread.
 
     Raises:
-        ConfigError: The sizes or the directory cannot be used. The message says what to change.
+        ConfigError: The sizes or the directory cannot be used. The message names what to change.
     """
     if not config.has_kv_tiers:
         return None

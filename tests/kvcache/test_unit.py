@@ -1,4 +1,4 @@
-"""Exported units: every part of every kind of layer is in the record, and one checksum on all devices tells any change."""
+"""Exported units: a record has every part of every kind of layer, and its checksum, equal on all devices, changes with any byte."""
 
 import pytest
 import torch
@@ -90,7 +90,7 @@ def test_any_changed_byte_and_any_exchange_changes_the_checksum(at: int, change:
 
 
 def test_parts_of_no_whole_words_are_refused() -> None:
-    with pytest.raises(ValueError, match="a part of a record has 6 bytes, which is no multiple of 4"):
+    with pytest.raises(ValueError, match="a part of a record has 6 bytes, not a multiple of 4"):
         CacheUnit([torch.zeros(3, 6, dtype=torch.uint8)])
 
 

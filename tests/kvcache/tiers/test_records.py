@@ -1,4 +1,4 @@
-"""A store of records: what was written is read or missed, never altered, whoever shares the file and however they end."""
+"""A store of records: a read returns what was written or misses it, also when processes share the file and are killed."""
 
 import hashlib
 import multiprocessing
@@ -132,7 +132,7 @@ def test_other_models_and_other_files_are_refused_and_left_alone(tmp_path: Path)
     assert path.read_bytes() == before
     text = tmp_path / "notes.txt"
     text.write_text("shopping list")
-    with pytest.raises(StoreError, match="is no store of KV blocks"):
+    with pytest.raises(StoreError, match="is not a store of KV blocks"):
         open_store(text)
     assert text.read_text() == "shopping list"
     with pytest.raises(StoreError, match="is too small: the fewest records need"):

@@ -134,7 +134,7 @@ def test_prompt_logprobs_load_nothing() -> None:
 
 
 def test_a_wrong_fake_is_noticed() -> None:
-    """The fake's memory tells blocks apart: a load that fills blocks wrongly fails the next read."""
+    """The fake's memory distinguishes blocks: a load that fills blocks wrongly fails the next read."""
     rank = rank_with_tiers()
     serve(rank, ask("first", [*PREFIX, 0]))
     serve(rank, ask("evicts", OTHER), ask("evicts more", OTHER[::-1]))

@@ -1,4 +1,4 @@
-"""A stand-in for a rank's tiers, over the memory of a `FakeRank`: copies whenever a test wants, and loses what it wants.
+"""Fake tiers of a rank, over the memory of a `FakeRank`. They copy and lose records when a test wants it.
 
 A save reads its block as late as possible, so a block that is reused too early is noticed. Records vanish and loads stop early,
 as they do in tiers that other processes share.
@@ -74,7 +74,7 @@ class FakeTiers:
     def _fill(self, load: Load) -> Load:
         for key, block_id in zip(load.keys, load.block_ids, strict=True):
             rows = self._blocks.get(key)
-            for row in range(self.rank.pool.block_tokens):  # whatever happens, the block is written
+            for row in range(self.rank.pool.block_tokens):  # the block is written in any case
                 self.rank.put_row(block_id, row, ("damaged", key), is_long=False)
             if rows is None or self._random.random() < self._loss:
                 self._blocks.pop(key, None)
