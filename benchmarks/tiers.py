@@ -9,7 +9,7 @@ gets the prompts again. Some answers are compared between all services, after th
 Expected bound: of a cached prefix, a tier saves the prompt's computation (tokens over prefill rate) and costs reading its bytes
 (tokens times bytes per token over the tier's rate). No tier can find more than the printed ideal hits.
 
-Run: `python -m benchmarks.tiers [TRACE] [--model demo] [--ranks 1] [--conversations 40] [--token-scale 0.03] [--share 0.1]
+Run: `python -m benchmarks.tiers [TRACE] [--model demo] [--ranks 1] [--conversations 60] [--token-scale 0.03] [--share 0.1]
 [--clients 2] [--tokens 8] [--folder DIR] [--save]`. On two cores, the defaults take about a quarter of an hour.
 """
 
@@ -44,6 +44,7 @@ from server.tools.traces import PREFIX_TOKENS, TracedRequest, TraceError, read_t
 AGAIN = "again"
 PASSES = ("first", AGAIN)
 TURNS = 4  # of a synthetic conversation
+MOST_TIMES = 4  # of a prompt's length over the mean
 COMPARED = 8  # answers per service
 _ROOM = 2  # capacity of a tier, in working sets: prompts, answers, and sets that fill unevenly
 _SOURCES = ("device", "host", "disk")
@@ -97,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     add("trace", nargs="?", type=Path, metavar="TRACE", help="JSON lines in Mooncake's format")
     add("--model", default="demo", help="a directory or 'demo' (default)")
     add("--ranks", type=whole, default=1, help="default: %(default)s")
-    add("--conversations", type=whole, default=40, help="number of conversations (default: %(default)s)")
+    add("--conversations", type=whole, default=60, help="number of conversations (default: %(default)s)")
     add("--token-scale", type=positive, default=0.03, help="factor for lengths (default: %(default)s)")
     add(
         "--share",
@@ -131,6 +132,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "prompt_tokens": load.prompt_tokens,
         "distinct_tokens": load.distinct_tokens,
         "pool_tokens": pool_tokens,
+        "pool_share": round(pool_tokens / load.distinct_tokens, 4),
         "token_bytes": token_bytes,
         "ideal_hits": round(sum(load.shared_tokens) / load.prompt_tokens, 4),
     }
@@ -170,6 +172,8 @@ def sampled_conversations(trace: Iterable[TracedRequest], count: int) -> list[Tr
     """Return all requests of some conversations of a trace, in its order.
 
     Requests of a conversation have the same second hash id: the first one is often a system prompt that all share.
+    Conversations with a prompt of more than `MOST_TIMES` the mean are left out: a KV cache must hold the longest request,
+    so it could not be a tenth of the distinct tokens of a few conversations.
 
     Raises:
         TraceError: The trace has no hash ids.
@@ -183,7 +187,9 @@ def sampled_conversations(trace: Iterable[TracedRequest], count: int) -> list[Tr
         raise TraceError(
             "the trace has no hash ids, so its prompts share no prefixes; give one of Mooncake's"
         )
-    chosen = random.Random(0).sample(sorted(turns), min(count, len(turns)))
+    most = MOST_TIMES * statistics.fmean(each.input_tokens for each in requests)
+    short = [key for key in sorted(turns) if all(requests[at].input_tokens <= most for at in turns[key])]
+    chosen = random.Random(0).sample(short, min(count, len(short)))
     return [requests[place] for place in sorted(place for key in chosen for place in turns[key])]
 
 

@@ -23,6 +23,9 @@ def test_a_sample_has_all_turns_of_its_conversations_in_the_trace_s_order() -> N
     assert tiers.sampled_conversations(trace, 3) == sample, "the same every time"
     assert tiers.sampled_conversations(trace, 99) == trace
     assert len(tiers.sampled_conversations([TracedRequest(0.0, 9, 1, (4,))], 1)) == 1, "a prompt of one id"
+    long = [*trace[:-1], trace[-1]._replace(input_tokens=1024 * tiers.MOST_TIMES * 2)]
+    kept = tiers.sampled_conversations(long, 99)
+    assert len(kept) == 36 and trace[-1].hash_ids[1] not in {request.hash_ids[1] for request in kept}
     with pytest.raises(TraceError, match="no hash ids"):
         tiers.sampled_conversations([TracedRequest(0.0, 9, 1, ())], 1)
 
