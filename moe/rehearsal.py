@@ -92,7 +92,7 @@ class Notes:
         self._rows: dict[int, tuple[Tensor, Tensor]] = {}  # those keys and values
         self.attended: dict[int, Attended] = {}
         self.tails: dict[int, tuple[int, int]] = {}  # rows that convolutions keep: see `StateShape`
-        self.recurrent: dict[int, Tensor] = {}  # state of one sequence, on meta
+        self.states: dict[int, Tensor] = {}  # recurrent state of one sequence, on meta
         self.indexed: dict[int, int] = {}  # dims of index keys
         self._chosen: list[Tensor] = []  # outputs of indexes
         self._asked: set[int] = set()  # layers that use a state
@@ -156,7 +156,7 @@ class Notes:
             UnsupportedModelError: It is another tensor.
         """
         self._note_state(layer_idx, state_idx)
-        if recurrent_states is not self.recurrent.get(layer_idx):
+        if recurrent_states is not self.states.get(layer_idx):
             self._refuse_state(layer_idx, "computes")
         return recurrent_states
 
@@ -269,10 +269,10 @@ class Notes:
             UnsupportedModelError: Another layer keeps neither keys and values per token nor a state.
         """
         for layer in sorted(
-            self._asked - self.tails.keys() - self.recurrent.keys() | self._to_convolve.keys()
+            self._asked - self.tails.keys() - self.states.keys() | self._to_convolve.keys()
         ):
             self._refuse_state(layer, "computes")
-        served = self.attended.keys() | self.tails.keys() | self.recurrent.keys()
+        served = self.attended.keys() | self.tails.keys() | self.states.keys()
         silent = {layer for layer in range(num_layers) if layer not in served and layer not in row_by_row}
         reading = {layer for layer, attended in self.attended.items() if attended.source is not None}
         odd = sorted(
@@ -291,8 +291,8 @@ class Notes:
 
     def _shape(self, layer: int) -> LayerShape:
         state = None
-        if layer in self.tails or layer in self.recurrent:
-            made = self.recurrent.get(layer)
+        if layer in self.tails or layer in self.states:
+            made = self.states.get(layer)
             state = StateShape(
                 tail=self.tails.get(layer, (0, 0)), recurrent=(0,) if made is None else tuple(made.shape)
             )

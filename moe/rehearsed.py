@@ -1,7 +1,7 @@
 """Functions that take the place of recurrences and indexes while a model is rehearsed on meta; they only record.
 
-Each has the signature of the function that it replaces (`attention.recurrences.mixers`, `attention.sparse.index`), writes
-to the rehearsal's notes, which the model was given as its cache, and returns tensors of the right shapes.
+Each writes to the rehearsal's notes, which the model was given as its cache, and returns tensors of the right shapes
+(`attention.recurrences.mixers`, `attention.sparse.index`).
 """
 
 from typing import Any
@@ -9,108 +9,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention.recurrences import mixers
+from attention.recurrences.mixers import (
+    ChannelScan,
+    Convolution,
+    DeltaRule,
+    HeadScan,
+    MixerCall,
+    Recurrences,
+)
 from attention.sparse.pools import Pooling
 from moe.families import UnsupportedModelError
 
-# Options of recurrences for chunking and return values; our kernels choose these themselves.
-WITHOUT_EFFECT_ON_STATES = frozenset(
-    {
-        "chunk_size",
-        "initial_state",
-        "initial_states",
-        "output_final_state",
-        "use_associative_scan",
-        "use_mambapy",
-    }
-)
+
+def _convolve(call: MixerCall, convolution: Convolution) -> Tensor:
+    _refuse_unknown(call, convolution.unknown)
+    call.pages.convolve(call.layer, convolution.x, convolution.weight.shape[1])
+    return torch.empty_like(convolution.x)
 
 
-def _convolve(
-    call: mixers.MixerCall,
-    inputs: Tensor,
-    weight: Tensor,
-    bias: Any = None,
-    activation: Any = None,
-    **options: Any,
-) -> Tensor:
-    _refuse_options(call, options)
-    if activation not in (None, "silu", "swish"):
-        _refuse_options(call, {f"activation={activation}": True})
-    call.pages.convolve(call.layer, inputs, weight.shape[1])
-    return torch.empty_like(inputs)
+def _run(call: MixerCall, recurrence: DeltaRule | HeadScan | ChannelScan) -> Tensor:
+    _refuse_unknown(call, recurrence.unknown)
+    call.pages.states[call.layer] = recurrence.x.new_empty(recurrence.state, dtype=torch.float32)
+    return torch.empty_like(recurrence.x)
 
 
-def _run_delta(
-    call: mixers.MixerCall,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    use_qk_l2norm_in_kernel: bool = False,
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
-    _refuse_options(call, options)
-    made = value.new_empty(*value.shape[2:3], key.shape[3], value.shape[3], dtype=torch.float32)
-    call.pages.recurrent[call.layer] = made
-    return torch.empty_like(value), made
-
-
-def _scan_heads(
-    call: mixers.MixerCall,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Any = None,
-    dt_bias: Any = None,
-    dt_softplus: bool = False,
-    dt_limit: Any = (),
-    return_final_states: bool = False,
-    **options: Any,
-) -> Any:
-    _refuse_options(call, options)
-    made = x.new_empty(x.shape[2], B.shape[3], x.shape[3], dtype=torch.float32)
-    call.pages.recurrent[call.layer] = made
-    return (torch.empty_like(x), made) if return_final_states else torch.empty_like(x)
-
-
-def _scan_channels(
-    call: mixers.MixerCall,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Any = None,
-    z: Any = None,
-    delta_bias: Any = None,
-    delta_softplus: bool = False,
-    return_last_state: bool = False,
-    **options: Any,
-) -> Any:
-    _refuse_options(call, options)
-    made = x.new_empty(*A.t().shape, dtype=torch.float32)
-    call.pages.recurrent[call.layer] = made
-    return (torch.empty_like(x), made) if return_last_state else torch.empty_like(x)
-
-
-def _sum_decaying(
-    call: mixers.MixerCall, query: Tensor, key: Tensor, value: Tensor, _slope: Tensor
-) -> Tensor:
-    call.pages.recurrent[call.layer] = value.new_empty(*value.shape[2:3], key.shape[3], value.shape[3])
-    return torch.empty_like(value)
-
-
-RECURRENCES: dict[str, mixers.Recurrence] = {
-    mixers.CONVOLUTION: _convolve,
-    mixers.DELTA: _run_delta,
-    mixers.LIGHTNING: _sum_decaying,
-    mixers.MAMBA2: _scan_heads,
-    mixers.MAMBA: _scan_channels,
-}
+RECURRENCES: Recurrences = {Convolution: _convolve, DeltaRule: _run, HeadScan: _run, ChannelScan: _run}
 
 
 def choose(
@@ -129,11 +52,9 @@ def choose_pools(
     return chosen
 
 
-def _refuse_options(call: mixers.MixerCall, options: dict[str, Any]) -> None:
-    asked = {name for name, option in options.items() if option is not None}
-    unknown = sorted(asked - WITHOUT_EFFECT_ON_STATES)
+def _refuse_unknown(call: MixerCall, unknown: frozenset[str]) -> None:
     if unknown:
         raise UnsupportedModelError(
-            f"{call.pages.model_type}: the recurrence of layer {call.layer} needs {', '.join(unknown)}, which the kernels "
-            f"do not support"
+            f"{call.pages.model_type}: the recurrence of layer {call.layer} needs {', '.join(sorted(unknown))}, which the "
+            f"kernels do not support"
         )

@@ -15,12 +15,11 @@ import math
 import numpy as np
 from numba import njit
 
+from attention.recurrences.mixers import ADDED, SCALED, UNIT_LENGTH
 from dispatch.native import float_of, floats, words
 from dispatch.team import WORDS, Kernel
 
 RECURRENCES_VERSION = 2
-# Modes of the delta rule: queries times K^-0.5; queries and keys normalised to length one first; neither, with values added whole.
-SCALED, UNIT_LENGTH, ADDED = 0, 1, 2
 CHANNELS = 256  # channels per task of the convolution or of Mamba's scan
 
 

@@ -2,12 +2,8 @@
 
 The launches of a step that only decodes depend only on its padded size, so a CUDA graph can replay them.
 
-Legend: P rows of the step, padding included, C channels, H heads, K key dim, V value dim, D head dim, N state dim, Z state
-slots, G groups.
+Legend: P rows of the step, padding included, others as in `attention.recurrences.mixers`.
 """
-
-import math
-from typing import Any
 
 import torch
 import triton
@@ -15,7 +11,18 @@ from torch import Tensor
 
 from attention.recurrences.gpu_chunks import walk_chunks
 from attention.recurrences.gpu_kernels import convolve_rows, pass_time, walk_channels, walk_tokens
-from attention.recurrences.mixers import CONVOLUTION, DELTA, LIGHTNING, MAMBA, MAMBA2, MixerCall, Recurrence
+from attention.recurrences.mixers import (
+    ADDED,
+    UNIT_LENGTH,
+    ChannelScan,
+    Convolution,
+    DeltaRule,
+    HeadScan,
+    MixerCall,
+    Recurrences,
+    floats_of,
+    taps_of,
+)
 
 _CHANNELS = 128  # channels per program
 _STATE_VALUES = 4096  # values of a program's part of a state: 32 registers in each of its threads
@@ -29,101 +36,38 @@ def _rows(x: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-def _floats(*vectors: Tensor | None) -> list[Tensor | None]:
-    return [None if each is None else each.float().contiguous() for each in vectors]
-
-
 def _columns(dim: int, width: int) -> int:
     """Return the number of columns of a program if the state has `dim` rows."""
     most = max(16, _STATE_VALUES // int(triton.next_power_of_2(dim)))
     return min(most, int(triton.next_power_of_2(width)))
 
 
-def convolve(
-    call: MixerCall,
-    hidden_states: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    **_options: Any,
-) -> Tensor:
-    """Convolve every sequence's channels with the last inputs of that sequence.
-
-    Args:
-        hidden_states: [1, C, P]. weight: [C, taps]. bias: [C].
-        activation: silu, swish or None.
-
-    Returns:
-        [1, C, P], a view of [P, C]; rows of padding are finite.
-    """
+def convolve(call: MixerCall, convolution: Convolution) -> Tensor:
+    """Run a convolution. The output is a view of [P, C]."""
     step, tails = call.pages.step.on_device, call.pages.tails[call.layer]
-    C, taps = weight.shape
-    if "taps" not in call.kept:
-        call.kept["taps"], call.kept["bias"] = _floats(weight.t(), bias)
-    x_PC = _rows(hidden_states[0].t())
+    C, taps = convolution.weight.shape
+    weight_KC, bias_C = taps_of(call, convolution)
+    x_PC = _rows(convolution.x[0].t())
     out_PC = x_PC.new_empty(x_PC.shape)
     tile = min(_CHANNELS, triton.next_power_of_2(C))
     convolve_rows[(len(x_PC), triton.cdiv(C, tile))](
-        x_PC, call.kept["taps"], call.kept["bias"], tails, step.state_before_P, step.state_after_P, step.row_before_P,
-        out_PC, x_PC.stride(0), TAPS=taps, C=C, TILE=tile, HAS_BIAS=bias is not None, HAS_SILU=activation is not None,
-        num_warps=_WARPS,
+        x_PC, weight_KC, bias_C, tails, step.state_before_P, step.state_after_P, step.row_before_P, out_PC, x_PC.stride(0),
+        TAPS=taps, C=C, TILE=tile, HAS_BIAS=bias_C is not None, HAS_SILU=convolution.has_silu, num_warps=_WARPS,
     )  # fmt: skip
     return out_PC.t()[None]
 
 
-def delta_rule(
-    call: MixerCall,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    use_qk_l2norm_in_kernel: bool = False,
-    **_options: Any,
-) -> tuple[Tensor, Tensor]:
-    """Run the gated delta rule: S = exp(g) S; S += k (beta (v - k S)); out = q S.
-
-    Args:
-        query, key: [1, P, key heads, K]. value: [1, P, H, V].
-        g: [1, P, H], or [1, P, H, K]. beta: [1, P, H].
-        use_qk_l2norm_in_kernel: Normalise queries and keys to length one first.
-
-    Returns:
-        [1, P, H, V], rows of padding zero; and the states of all slots, [Z, H, K, V].
-    """
-    out = _walk(
-        call, query, key, value, g[0].float().contiguous(), beta[0].float().contiguous(), scale=key.shape[3] ** -0.5,
-        has_unit_length=use_qk_l2norm_in_kernel,
-    )  # fmt: skip
-    return out, call.pages.states[call.layer]
-
-
-def decaying_sum(call: MixerCall, query: Tensor, key: Tensor, value: Tensor, slope_H: Tensor) -> Tensor:
-    """Run lightning attention's recurrence: S = exp(-slope) S + k v; out = q S.
-
-    Args:
-        query, key: [1, P, H, K]. value: [1, P, H, V].
-
-    Returns:
-        [1, P, H, V], rows of padding zero.
-    """
-    decay_PH = (-slope_H.float()).expand(key.shape[1:3]).contiguous()
-    return _walk(call, query, key, value, decay_PH, torch.ones_like(decay_PH), scale=1.0, is_added=True)
-
-
-def _walk(
-    call: MixerCall, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor, *, scale: float,
-    has_unit_length: bool = False, is_added: bool = False, skip_H: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Run `decay` [P, H] or [P, H, K], `rate` [P, H] and `skip_H` through the kernels (see `walk_chunks`)."""
+def delta_rule(call: MixerCall, rule: DeltaRule, skip_H: Tensor | None = None) -> Tensor:
+    """Run a delta rule whose outputs get `skip_H` times their values (see `walk_chunks`). Rows of padding are zero."""
     at, states = call.pages.step.on_device, call.pages.states[call.layer]
-    key_heads, (_, H, K, V) = key.shape[2], states.shape
-    q, k, v = (_rows(rows[0]) for rows in (query, key, value))
-    out_PHV = value.new_zeros(value.shape[1:])
-    strides = q.stride(0), k.stride(0), v.stride(0), scale
+    H, K, V = rule.state
+    q, k, v = (_rows(rows[0]) for rows in (rule.query, rule.key, rule.value))
+    decay, rate = rule.decay[0].float().contiguous(), rule.rate[0].float().contiguous()
+    out_PHV = rule.value.new_zeros(rule.value.shape[1:])
+    strides = q.stride(0), k.stride(0), v.stride(0), 1.0 if rule.mode == ADDED else K**-0.5
     constants = {
-        "KEY_HEADS": key_heads, "H": H, "K": K, "V": V, "DECAY_DIM": 1 if decay.dim() == 2 else K,
-        "HAS_UNIT_LENGTH": has_unit_length, "IS_ADDED": is_added, "HAS_SKIP": skip_H is not None,
+        "KEY_HEADS": rule.key.shape[2], "H": H, "K": K, "V": V, "DECAY_DIM": 1 if decay.dim() == 2 else K,
+        "HAS_UNIT_LENGTH": rule.mode == UNIT_LENGTH, "IS_ADDED": rule.mode == ADDED, "HAS_SKIP": skip_H is not None,
     }  # fmt: skip
     if num_walked := len(at.walk_start_W) - 1:
         tile = _columns(K, V)
@@ -140,68 +84,28 @@ def _walk(
     return out_PHV[None]
 
 
-def scan_heads(
-    call: MixerCall,
-    hidden_states: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, math.inf),
-    return_final_states: bool = False,
-    **_options: Any,
-) -> Any:
-    """Run Mamba-2's scan: S = exp(dt A) S + dt x B; out = S C + D x.
-
-    Args:
-        hidden_states: [1, P, H, D]. dt: [1, P, H]. A, D, dt_bias: [H]. B, C: [1, P, G, N].
-
-    Returns:
-        [1, P, H, D], rows of padding zero; with `return_final_states` also the states of all slots, [Z, H, N, D].
-    """
-    rates, skips, biases = _floats(A, D, dt_bias)
-    time_PH = _rows(dt[0])
+def scan_heads(call: MixerCall, scan: HeadScan) -> Tensor:
+    """Run Mamba-2's scan. Rows of padding are zero."""
+    rate_H, skip_H, bias_H = floats_of(scan.rate_H, scan.skip_H, scan.bias_H)
+    time_PH = _rows(scan.dt[0])
     P, H = time_PH.shape
     passed_PH, decay_PH = time_PH.new_empty(2, P, H, dtype=torch.float32)
     pass_time[(P,)](
-        time_PH, rates, biases, passed_PH, decay_PH, time_PH.stride(0), *map(float, dt_limit), H=H,
-        H_PAD=triton.next_power_of_2(H), HAS_BIAS=dt_bias is not None, HAS_SOFTPLUS=dt_softplus, num_warps=_WARPS,
+        time_PH, rate_H, bias_H, passed_PH, decay_PH, time_PH.stride(0), *map(float, scan.limits), H=H,
+        H_PAD=triton.next_power_of_2(H), HAS_BIAS=bias_H is not None, HAS_SOFTPLUS=scan.has_softplus, num_warps=_WARPS,
     )  # fmt: skip
-    out = _walk(call, C, B, hidden_states, decay_PH, passed_PH, scale=1.0, is_added=True, skip_H=skips)
-    return (out, call.pages.states[call.layer]) if return_final_states else out
+    return delta_rule(
+        call, DeltaRule(scan.read, scan.write, scan.x, decay_PH[None], passed_PH[None], ADDED), skip_H
+    )
 
 
-def scan_channels(
-    call: MixerCall,
-    hidden_states: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    delta_softplus: bool = False,
-    return_last_state: bool = False,
-    **_options: Any,
-) -> Any:
-    """Run Mamba's selective scan: S = exp(dt A) S + dt B x; out = (S C + D x) silu(z).
-
-    Args:
-        hidden_states, dt, z: [1, C, P]. A: [C, N]. B, C: [1, N, P]. D, delta_bias: [C].
-
-    Returns:
-        [1, C, P], a view of [P, C], rows of padding zero; with `return_last_state` also the states of all slots,
-        [Z, N, C].
-    """
+def scan_channels(call: MixerCall, scan: ChannelScan) -> Tensor:
+    """Run Mamba's selective scan. The output is a view of [P, C], rows of padding zero."""
     step, states = call.pages.step.on_device, call.pages.states[call.layer]
-    channels, N = A.shape
-    x, time, b, c = (_rows(rows[0].t()) for rows in (hidden_states, dt, B, C))
-    gates = None if z is None else _rows(z[0].t())
-    rates, skips, biases = _floats(A, D, delta_bias)
+    channels, N = scan.rate_CN.shape
+    x, time, b, c = (_rows(rows[0].t()) for rows in (scan.x, scan.dt, scan.write, scan.read))
+    gates = None if scan.gate is None else _rows(scan.gate[0].t())
+    rates, skips, biases = floats_of(scan.rate_CN, scan.skip_C, scan.bias_C)
     out_PC = x.new_zeros(x.shape)
     tile = min(_columns(N, channels), _CHANNELS)
     for start_S in (step.walk_start_W, step.chunk_start_C):  # prompts are walked row by row as well
@@ -209,17 +113,15 @@ def scan_channels(
             walk_channels[(num_sequences, triton.cdiv(channels, tile))](
                 x, time, b, c, gates, rates, skips, biases, states, step.state_before_P, step.state_after_P, start_S, out_PC,
                 x.stride(0), time.stride(0), b.stride(0), c.stride(0), 0 if gates is None else gates.stride(0), C=channels,
-                N=N, N_PAD=triton.next_power_of_2(N), TILE=tile, HAS_SKIP=D is not None, HAS_BIAS=delta_bias is not None,
-                HAS_SOFTPLUS=delta_softplus, HAS_GATES=gates is not None, num_warps=_WARPS,
+                N=N, N_PAD=triton.next_power_of_2(N), TILE=tile, HAS_SKIP=skips is not None, HAS_BIAS=biases is not None,
+                HAS_SOFTPLUS=scan.has_softplus, HAS_GATES=gates is not None, num_warps=_WARPS,
             )  # fmt: skip
-    out = out_PC.t()[None]
-    return (out, states) if return_last_state else out
+    return out_PC.t()[None]
 
 
-RECURRENCES: dict[str, Recurrence] = {
-    CONVOLUTION: convolve,
-    DELTA: delta_rule,
-    LIGHTNING: decaying_sum,
-    MAMBA2: scan_heads,
-    MAMBA: scan_channels,
+RECURRENCES: Recurrences = {
+    Convolution: convolve,
+    DeltaRule: delta_rule,
+    HeadScan: scan_heads,
+    ChannelScan: scan_channels,
 }

@@ -22,7 +22,7 @@ from attention.cpu_norm import NORMED, norm_rows
 from attention.cpu_tiles import LANES
 from attention.recurrences.cpu import Side, convolve_row, delta_row
 from attention.recurrences.cpu_delta_net import gate_row, norm_gated_row, order_row, rates_row
-from attention.recurrences.cpu_kernels import UNIT_LENGTH
+from attention.recurrences.mixers import UNIT_LENGTH
 from dispatch.row_formats import PlainRows
 from dispatch.team import Program, program_of, run_alone
 from kvcache.paged_cache import PagedCache

@@ -15,8 +15,8 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from attention.recurrences.cpu import RECURRENCES, decaying_sum
-from attention.recurrences.mixers import LIGHTNING
+from attention.recurrences.cpu import RECURRENCES, delta_rule
+from attention.recurrences.mixers import DeltaRule
 from kvcache.paged_cache import LayerShape
 from moe.families import UnsupportedModelError, build_on_meta
 from moe.load.checkpoint import Checkpoint
@@ -310,7 +310,7 @@ def test_lightning_attention_of_another_kind_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_checkpoint("minimax", tmp_path)
-    monkeypatch.setitem(RECURRENCES, LIGHTNING, lambda call, *rows: decaying_sum(call, *rows) + 0.01)
+    monkeypatch.setitem(RECURRENCES, DeltaRule, lambda call, rule: delta_rule(call, rule) + 0.01)
     with pytest.raises(
         UnsupportedModelError, match="layer 0 computes an unknown form of lightning attention"
     ):

@@ -16,7 +16,15 @@ from tests.support.gpu.attention import Heads
 pytest.importorskip("triton", reason="needs triton: pip install -r requirements-dev.txt")
 from attention.gpu import decode, mla, prefill, rotary, runs, sparse, splits
 from attention.recurrences import gpu as recurrences
-from attention.recurrences.mixers import MixerCall
+from attention.recurrences.mixers import (
+    UNIT_LENGTH,
+    ChannelScan,
+    Convolution,
+    DeltaRule,
+    HeadScan,
+    MixerCall,
+    decaying_sum,
+)
 from attention.sparse.pools import Pooling
 from tests.support.gpu.triton_compile import SHARED_LIMITS, check_budget, waits_in_loops
 from tests.support.service.recorded_launch import Launch, recording
@@ -127,7 +135,7 @@ def call_of(tail: tuple[int, ...], recurrent: tuple[int, ...], *, is_in_chunks: 
 
 def launch_convolution(channels: int, dtype: torch.dtype) -> None:
     x, weight = empty(1, 64, channels, dtype=dtype).transpose(1, 2), empty(channels, 4, dtype=dtype)
-    recurrences.convolve(call_of((3, channels), (0,)), x, weight, None, "silu")
+    recurrences.convolve(call_of((3, channels), (0,)), Convolution(x, weight, has_silu=True))
 
 
 def launch_delta(
@@ -136,13 +144,13 @@ def launch_delta(
     query, value = empty(1, 64, key_heads, 128, dtype=dtype), empty(1, 64, heads, 128, dtype=dtype)
     decay, rate = empty(1, 64, heads, *decay_dims, dtype=torch.float32), empty(1, 64, heads, dtype=dtype)
     call = call_of((0, 0), (heads, 128, 128), is_in_chunks=is_in_chunks)
-    recurrences.delta_rule(call, query, query, value, decay, rate, use_qk_l2norm_in_kernel=True)
+    recurrences.delta_rule(call, DeltaRule(query, query, value, decay, rate, UNIT_LENGTH))
 
 
 def launch_lightning(dtype: torch.dtype, *, is_in_chunks: bool = False) -> None:
     rows = empty(1, 64, 64, 128, dtype=dtype)
     call = call_of((0, 0), (64, 128, 128), is_in_chunks=is_in_chunks)
-    recurrences.decaying_sum(call, rows, rows, rows, empty(64, dtype=torch.float32))
+    recurrences.delta_rule(call, decaying_sum(rows, rows, rows, empty(64, dtype=torch.float32)))
 
 
 def launch_heads(dtype: torch.dtype, *, is_in_chunks: bool = False) -> None:
@@ -153,14 +161,18 @@ def launch_heads(dtype: torch.dtype, *, is_in_chunks: bool = False) -> None:
     )
     of_head = empty(128, dtype=torch.float32)
     call = call_of((0, 0), (128, 128, 64), is_in_chunks=is_in_chunks)
-    recurrences.scan_heads(call, x, time, of_head, group, group, of_head, of_head, dt_softplus=True)
+    recurrences.scan_heads(
+        call, HeadScan(x, time, of_head, group, group, of_head, of_head, has_softplus=True)
+    )
 
 
 def launch_channels(dtype: torch.dtype) -> None:
     x, group = empty(1, 64, 8192, dtype=dtype).transpose(1, 2), empty(1, 64, 16, dtype=dtype).transpose(1, 2)
     rates, of_channel = empty(8192, 16, dtype=torch.float32), empty(8192, dtype=torch.float32)
     call = call_of((0, 0), (16, 8192))
-    recurrences.scan_channels(call, x, x, rates, group, group, of_channel, x, of_channel, delta_softplus=True)
+    recurrences.scan_channels(
+        call, ChannelScan(x, x, rates, group, group, of_channel, x, of_channel, has_softplus=True)
+    )
 
 
 QWEN3, GPT_OSS, GEMMA = Heads(32, 4, 128, 128), Heads(64, 8, 64, 64), Heads(8, 4, 256, 256)

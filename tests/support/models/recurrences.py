@@ -1,6 +1,7 @@
 """Test recurrences on every device: inputs, `transformers`' own functions as the oracle, and the state that each keeps."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import zip_longest
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 from transformers.models.nemotron_h import modeling_nemotron_h as nemotron
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
-from attention.recurrences.mixers import MixerCall
+from attention.recurrences.mixers import REPLACED, MixerCall, decaying_sum
 from kvcache.paged_cache import PagedCache, StateShape
 from kvcache.states import NO_STATE, StatePiece
 from kvcache.step import Span, Step
@@ -26,8 +27,13 @@ def draw(device: str, seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
+def replaced(name: str, ours: Any, call: MixerCall) -> Callable[..., Any]:
+    """Return the function that takes the place of `transformers`' function of this name on a device."""
+    return partial(REPLACED[name], ours.RECURRENCES, call)
+
+
 class Kind:
-    """One recurrence: its inputs for some tokens, a device's function, the oracle, and the shape of its state."""
+    """One recurrence: its inputs for some tokens, our function, the oracle, and the shape of its state."""
 
     def __init__(
         self,
@@ -47,7 +53,7 @@ def convolution(device: str, activation: str | None) -> Kind:
     return Kind(
         StateShape(tail=(TAPS - 1, CHANNELS)),
         lambda seed, tokens: (draw(device, seed, 1, tokens, CHANNELS).transpose(1, 2),),
-        lambda ours, call, x: ours.convolve(call, x, weight, bias, activation),
+        lambda ours, call, x: replaced("causal_conv1d_fn", ours, call)(x, weight, bias, activation),
         lambda x: qwen.causal_conv1d_fn(x, weight, bias, activation),
         2,
     )
@@ -79,7 +85,8 @@ def delta(device: str, *, decay_per_channel: bool, is_normed: bool) -> Kind:
     def run(
         ours: Any, call: MixerCall, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, rate: Tensor
     ) -> Any:
-        return ours.delta_rule(call, query, key, value, decay, rate, use_qk_l2norm_in_kernel=is_normed)[0]
+        run_rule = replaced("torch_chunk_gated_delta_rule", ours, call)
+        return run_rule(query, key, value, decay, rate, use_qk_l2norm_in_kernel=is_normed)[0]
 
     return Kind(StateShape(recurrent=(HEADS, KEY_DIM, VALUE_DIM)), inputs, run, oracle, 1)
 
@@ -100,8 +107,8 @@ def mamba2(device: str) -> Kind:
     return Kind(
         StateShape(recurrent=(HEADS, STATE_DIM, HEAD_DIM)),
         inputs,
-        lambda ours, call, x, time, writes, reads: ours.scan_heads(
-            call, x, time, rates, writes, reads, **options
+        lambda ours, call, x, time, writes, reads: replaced("mamba2_chunk_scan", ours, call)(
+            x, time, rates, writes, reads, **options
         ),
         lambda x, time, writes, reads: nemotron.mamba2_chunk_scan(
             x, time, rates, writes, reads, chunk_size=8, **options
@@ -142,7 +149,7 @@ def mamba(device: str) -> Kind:
     return Kind(
         StateShape(recurrent=(STATE_DIM, CHANNELS)),
         inputs,
-        lambda ours, call, *rows: given(lambda *x, **options: ours.scan_channels(call, *x, **options), *rows),
+        lambda ours, call, *rows: given(replaced("mamba_selective_scan", ours, call), *rows),
         lambda *rows: given(jamba.mamba_selective_scan, *rows),
         2,
     )
@@ -165,7 +172,7 @@ def lightning(device: str) -> Kind:
     return Kind(
         StateShape(recurrent=(HEADS, KEY_DIM, VALUE_DIM)),
         inputs,
-        lambda ours, call, query, key, value: ours.decaying_sum(call, query, key, value, slopes),
+        lambda ours, call, *rows: ours.delta_rule(call, decaying_sum(*rows, slopes)),
         oracle,
         1,
     )
