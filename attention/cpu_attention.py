@@ -29,7 +29,7 @@ from attention.cpu_tiles import (
     softmax_block,
 )
 from dispatch.native import bits_of, float_of, floats, words
-from dispatch.team import WORDS, Kernel, program_of, run
+from dispatch.team import Kernel, program_of, run
 from kvcache.step import Step
 
 PRODUCTS_PER_NS = 20  # approximate rate of one thread
@@ -43,30 +43,22 @@ def _first_seen(position, window, chunk):  # type: ignore[no-untyped-def]
     return position // chunk * chunk if chunk > 0 else 0
 
 
-def _attend(at, tile):  # type: ignore[no-untyped-def]
-    w = words(at, WORDS)
-    query, token_stride, head_stride, heads, kv_heads, key_dim, value_dim = (
-        w[0],
-        w[1],
-        w[2],
-        w[3],
-        w[4],
-        w[5],
-        w[6],
-    )
-    keys, values, scale, window, sinks, out = w[7], w[8], float_of(w[9]), w[10], w[11], w[12]
-    num_tiles, chunk = w[14], w[19]
+def _attend(  # type: ignore[no-untyped-def]
+    tile, query, token_stride, head_stride, heads, kv_heads, key_dim, value_dim, keys, values, scale_bits, window,
+    sinks, out, tiles, num_tiles, query_starts, contexts, tables, table_stride, chunk,
+):  # fmt: skip
+    scale = float_of(scale_bits)
     if tile < 0:
         return num_tiles * kv_heads
     group = heads // kv_heads
     value_lanes = -(-value_dim // LANES) * LANES
-    part = words(w[13] + tile // kv_heads * 24, 3)
+    part = words(tiles + tile // kv_heads * 24, 3)
     sequence, first, count = part[0], part[1], part[2]
     kv_head = tile % kv_heads
     starts, context, table = (
-        words(w[15] + sequence * 8, 2),
-        words(w[16] + sequence * 8, 1)[0],
-        w[17] + sequence * w[18],
+        words(query_starts + sequence * 8, 2),
+        words(contexts + sequence * 8, 1)[0],
+        tables + sequence * table_stride,
     )
     rows = count * group
     begin = context - (starts[1] - starts[0])  # tokens cached before this step
@@ -119,9 +111,7 @@ def _attend(at, tile):  # type: ignore[no-untyped-def]
 
 
 ATTEND = Kernel(_attend, TILES_VERSION)
-
-
-TILES, NUM_TILES = 14, 15  # positions in `attention_row`'s row: address and number of the step's tiles
+TILES, NUM_TILES = ATTEND.place("tiles"), ATTEND.place("num_tiles")
 
 
 def tile_tokens(heads: int, kv_heads: int) -> int:

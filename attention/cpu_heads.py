@@ -15,7 +15,7 @@ from torch import Tensor
 from attention.cpu_norm import norm_row
 from attention.cpu_tiles import LANES, TILES_VERSION
 from dispatch.native import bits_of, float_of, floats, words
-from dispatch.team import WORDS, Kernel
+from dispatch.team import Kernel
 from kvcache.step import Step
 
 
@@ -29,19 +29,12 @@ def _rotate(x, cosine, sine, rotary):  # type: ignore[no-untyped-def]
         x[half + i] = b * cosine[half + i] + a * sine[half + i]
 
 
-def _heads(at, tile):  # type: ignore[no-untyped-def]
-    w = words(at, WORDS)
-    x, stride, heads, kv_heads, key_dim, value_dim, rows = (
-        w[0],
-        w[1],
-        w[2],
-        w[3],
-        w[4],
-        w[5],
-        words(w[6], 1)[0],
-    )
-    cosines, sines, rotary, query_weight, key_weight, eps = w[7], w[8], w[9], w[10], w[11], float_of(w[12])
-    keys, values, slots, query_dim = w[13], w[14], words(w[15], rows), w[16]
+def _heads(  # type: ignore[no-untyped-def]
+    tile, x, stride, heads, kv_heads, key_dim, value_dim, rows_at, cosines, sines, rotary, query_weight, key_weight,
+    eps_bits, keys, values, slots_at, query_dim,
+):  # fmt: skip
+    rows, eps = words(rows_at, 1)[0], float_of(eps_bits)
+    slots = words(slots_at, rows)
     if tile < 0:
         return kv_heads if rows > 0 else 0
     group, value_lanes = heads // kv_heads, (value_dim + LANES - 1) // LANES * LANES
@@ -74,6 +67,8 @@ def _heads(at, tile):  # type: ignore[no-untyped-def]
 
 
 HEADS = Kernel(_heads, TILES_VERSION)
+# Every step writes the addresses of [T, E] float32 here, and at the same places of rows of `cpu_latents.PLACE`.
+COSINES, SINES = HEADS.place("cosines"), HEADS.place("sines")
 
 
 class HeadNorms(NamedTuple):
@@ -104,7 +99,3 @@ def heads_row(
         norms.key, bits_of(norms.eps), keys_NGDB.data_ptr(), values_NGBV.data_ptr(), step.cache_slot_T.data_ptr(),
         query_dim,
     )  # fmt: skip
-
-
-# Positions in `heads_row`'s row of the addresses of [T, E] float32, which change every step.
-COSINES, SINES = 8, 9

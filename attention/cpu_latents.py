@@ -34,7 +34,7 @@ from attention.cpu_tiles import (
     times_panel,
 )
 from dispatch.native import bits_of, float_of, floats, words
-from dispatch.team import WORDS, Kernel, program_of, run
+from dispatch.team import Kernel, program_of, run
 from kvcache.step import Step
 
 TILE_TOKENS = 4  # query tokens per task: a block's latents stay in L1 from one to the next
@@ -51,12 +51,12 @@ class AbsorbedWeight:
     value_dim: int  # V
 
 
-def _absorb(at, tile):  # type: ignore[no-untyped-def]
+def _absorb(  # type: ignore[no-untyped-def]
+    tile, query, token_bytes, head_bytes, weights, panel_bytes, times, heads, groups, unrotated, latent, rotary,
+    chunk_at, out,
+):  # fmt: skip
     # A tile multiplies one head's queries by one panel of its key half and writes to the head's lane of `out` [R, G, C, 16].
-    w = words(at, WORDS)
-    query, token_bytes, head_bytes, weights, panel_bytes, times = w[0], w[1], w[2], w[3], w[4], w[5]
-    heads, groups, unrotated, latent, rotary, out = w[6], w[7], w[8], w[9], w[10], w[12]
-    chunk = words(w[11], 4)
+    chunk = words(chunk_at, 4)
     first_row, rows = chunk[2], chunk[3]
     panels = (latent + LANES - 1) // LANES
     if tile < 0:
@@ -89,22 +89,24 @@ def _absorb(at, tile):  # type: ignore[no-untyped-def]
     return 0
 
 
-def _attend(at, tile):  # type: ignore[no-untyped-def]
+def _attend(  # type: ignore[no-untyped-def]
+    tile, query, width, groups, latents, row_bytes, chunk_at, query_starts, contexts, tables, table_stride,
+    scale_bits, window, out, latent_lanes, heads, most_lone,
+):  # fmt: skip
     # A tile is 16 heads of up to TILE_TOKENS tokens. It writes the weighted means of latents to `out` [R, G, 16, padded L].
-    w = words(at, WORDS)
-    query, width, groups, latents, row_bytes, chunk = w[0], w[1], w[2], w[3], w[4], words(w[5], 4)
+    chunk = words(chunk_at, 4)
     num_tiles, base = chunk[1], chunk[2]
-    scale, window, out, latent_lanes, heads = float_of(w[10]), w[11], w[12], w[13], w[14]
+    scale = float_of(scale_bits)
     if tile < 0:
-        return 0 if is_lone(chunk, groups, w[15]) else num_tiles * groups
+        return 0 if is_lone(chunk, groups, most_lone) else num_tiles * groups
     group = tile % groups
     here_heads = min(LANES, heads - group * LANES)
     part = words(chunk[0] + tile // groups * 24, 3)
     sequence, first, count = part[0], part[1], part[2]
     starts, context, table = (
-        words(w[6] + sequence * 8, 2),
-        words(w[7] + sequence * 8, 1)[0],
-        w[8] + sequence * w[9],
+        words(query_starts + sequence * 8, 2),
+        words(contexts + sequence * 8, 1)[0],
+        tables + sequence * table_stride,
     )
     position = context - (starts[1] - starts[0]) + first  # position of the tile's first query token
     place = starts[0] + first - base  # that token's row in `query` and `out`
@@ -153,12 +155,11 @@ def _attend(at, tile):  # type: ignore[no-untyped-def]
     return 0
 
 
-def _expand(at, tile):  # type: ignore[no-untyped-def]
+def _expand(  # type: ignore[no-untyped-def]
+    tile, found, token_bytes, head_bytes, weights, panel_bytes, times, heads, latent, chunk_at, out, value_lanes,
+):  # fmt: skip
     # A tile multiplies one head's means of latents by one panel of its value half and writes to `out` [R, H, padded V].
-    w = words(at, WORDS)
-    found, token_bytes, head_bytes, weights, panel_bytes, times = w[0], w[1], w[2], w[3], w[4], w[5]
-    heads, latent, out, value_lanes = w[6], w[7], w[9], w[10]
-    chunk = words(w[8], 4)
+    chunk = words(chunk_at, 4)
     first_row, rows = chunk[2], chunk[3]
     panels = value_lanes // LANES
     if tile < 0:
@@ -185,17 +186,17 @@ def _rotated(x, cosine, sine, rotary, is_interleaved, out):  # type: ignore[no-u
 _ROTATED_ROWS = 8  # rows of a tile
 
 
-def _place(at, tile):  # type: ignore[no-untyped-def]
+def _place(  # type: ignore[no-untyped-def]
+    tile, latents, latent_stride, latent, weight, eps_bits, queries, token_bytes, cosines, sines, rotary,
+    is_interleaved, heads, unrotated, rows_at, pages, width, slots_at,
+):  # fmt: skip
     # Tile 0 norms the latents of all rows and caches them with their rotated keys. It is a single tile because the row
     # that starts a block clears its tail. The other tiles rotate queries in place.
-    w = words(at, WORDS)
-    latents, latent_stride, latent, weight, eps = w[0], w[1], w[2], w[3], float_of(w[4])
-    queries, token_bytes, cosines, sines, rotary, is_interleaved = w[5], w[6], w[7], w[8], w[9], w[10]
-    heads, unrotated, rows, pages, width = w[11], w[12], words(w[13], 1)[0], w[14], w[15]
+    eps, rows = float_of(eps_bits), words(rows_at, 1)[0]
     if tile < 0:
         return 1 + (rows + _ROTATED_ROWS - 1) // _ROTATED_ROWS if rows > 0 else 0
     if tile == 0:
-        lanes, factors, slots = np.empty(LANES, np.float32), floats(weight, latent), words(w[16], rows)
+        lanes, factors, slots = np.empty(LANES, np.float32), floats(weight, latent), words(slots_at, rows)
         for row in range(rows):
             line = latents + row * latent_stride
             block, offset = slots[row] // LANES, slots[row] % LANES
@@ -230,7 +231,8 @@ def _place(at, tile):  # type: ignore[no-untyped-def]
     return 0
 
 
-ABSORB, ATTEND, EXPAND, PLACE = (Kernel(each, TILES_VERSION) for each in (_absorb, _attend, _expand, _place))
+ABSORB, ATTEND = Kernel(_absorb, TILES_VERSION), Kernel(_attend, TILES_VERSION)
+EXPAND, PLACE = Kernel(_expand, TILES_VERSION), Kernel(_place, TILES_VERSION)
 LATENT_KERNELS = ABSORB, ATTEND, EXPAND, PLACE, *LONE_KERNELS
 
 

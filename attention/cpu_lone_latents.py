@@ -14,7 +14,7 @@ from torch import Tensor
 from attention.cpu_latent_tiles import mix_block, softmax_lanes, transpose_block
 from attention.cpu_tiles import LANES, TILES_VERSION, address_of, load_f32, rows_times_panel_f32
 from dispatch.native import bits_of, copy, float_of, floats, words
-from dispatch.team import WORDS, Kernel
+from dispatch.team import Kernel
 from kvcache.step import Step
 
 MOST = 4  # groups of heads over all tokens; more of them keep a team busy without these kernels
@@ -31,27 +31,29 @@ def is_lone(chunk, groups, most):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True, inline="always")
-def _row_of(w, task):  # type: ignore[no-untyped-def]
+def _row_of(chunk, groups, query_starts, contexts, tables, table_stride, window, task):  # type: ignore[no-untyped-def]
     # Returns for a task (a tile's group): row in `query` and `out`, block table, first block, number of blocks, position.
-    chunk, groups, window = words(w[0], 4), w[1], w[8]
     part = words(chunk[0] + task // groups * 24, 3)
-    starts, context = words(w[4] + part[0] * 8, 2), words(w[5] + part[0] * 8, 1)[0]
+    starts, context = words(query_starts + part[0] * 8, 2), words(contexts + part[0] * 8, 1)[0]
     position = context - (starts[1] - starts[0]) + part[1]
     first = max(0, position - window + 1) // LANES if window > 0 else 0
     place = (starts[0] + part[1] - chunk[2]) * groups + task % groups
-    return place, w[6] + part[0] * w[7], first, position // LANES + 1 - first, position
+    return place, tables + part[0] * table_stride, first, position // LANES + 1 - first, position
 
 
-def _score(at, tile):  # type: ignore[no-untyped-def]
+def _score(  # type: ignore[no-untyped-def]
+    tile, chunk_at, groups, query_starts, contexts, tables, table_stride, window, most, room, task_bytes, latents, row_bytes,
+    query, width,
+):  # fmt: skip
     # A tile is the scores [B, 16 heads] of some blocks.
-    w = words(at, WORDS)
-    chunk, groups, latents, row_bytes, query, width = words(w[0], 4), w[1], w[2], w[3], w[9], w[10]
-    room, task_bytes = w[12], w[13]
-    if not is_lone(chunk, groups, w[17]):
+    chunk = words(chunk_at, 4)
+    if not is_lone(chunk, groups, most):
         return 0
     task = tiles = 0
     while task < chunk[1] * groups:
-        place, table, first, blocks, _ = _row_of(w, task)
+        place, table, first, blocks, _ = _row_of(
+            chunk, groups, query_starts, contexts, tables, table_stride, window, task
+        )
         here = (blocks + _BLOCKS - 1) // _BLOCKS
         if 0 <= tile < tiles + here:
             break
@@ -76,13 +78,16 @@ def _score(at, tile):  # type: ignore[no-untyped-def]
     return 0
 
 
-def _weigh(at, tile):  # type: ignore[no-untyped-def]
+def _weigh(  # type: ignore[no-untyped-def]
+    tile, chunk_at, groups, query_starts, contexts, tables, table_stride, window, most, room, task_bytes, scale_bits,
+):  # fmt: skip
     # A tile turns a row's scores into weights, block after block. The total is stored behind the last block.
-    w = words(at, WORDS)
-    chunk, groups, window, scale, room, task_bytes = words(w[0], 4), w[1], w[8], float_of(w[11]), w[12], w[13]
+    chunk, scale = words(chunk_at, 4), float_of(scale_bits)
     if tile < 0:
-        return chunk[1] * groups if is_lone(chunk, groups, w[17]) else 0
-    _, _, first, blocks, position = _row_of(w, tile)
+        return chunk[1] * groups if is_lone(chunk, groups, most) else 0
+    _, _, first, blocks, position = _row_of(
+        chunk, groups, query_starts, contexts, tables, table_stride, window, tile
+    )
     top, total = np.full(LANES, -np.inf, np.float32), np.zeros(LANES, np.float32)
     weights = np.empty((LANES, LANES), np.float32)
     for block in range(blocks):
@@ -104,18 +109,21 @@ def _weigh(at, tile):  # type: ignore[no-untyped-def]
     return 0
 
 
-def _mix(at, tile):  # type: ignore[no-untyped-def]
+def _mix(  # type: ignore[no-untyped-def]
+    tile, chunk_at, groups, query_starts, contexts, tables, table_stride, window, most, room, task_bytes, latents, row_bytes,
+    out, latent_lanes, heads,
+):  # fmt: skip
     # A tile is some dims of a row's means.
-    w = words(at, WORDS)
-    chunk, groups, latents, row_bytes = words(w[0], 4), w[1], w[2], w[3]
-    room, task_bytes, out, latent_lanes, heads = w[12], w[13], w[14], w[15], w[16]
+    chunk = words(chunk_at, 4)
     dims = max(_LEAST_DIMS, (latent_lanes // LANES + _MOST_PARTS - 1) // _MOST_PARTS * LANES)
     parts = (latent_lanes + dims - 1) // dims
     if tile < 0:
-        return chunk[1] * groups * parts if is_lone(chunk, groups, w[17]) else 0
+        return chunk[1] * groups * parts if is_lone(chunk, groups, most) else 0
     task, begin = tile // parts, tile % parts * dims
     end = min(begin + dims, latent_lanes)
-    place, table, first, blocks, _ = _row_of(w, task)
+    place, table, first, blocks, _ = _row_of(
+        chunk, groups, query_starts, contexts, tables, table_stride, window, task
+    )
     here_heads = min(LANES, heads - task % groups * LANES)
     sums = out + place * LANES * latent_lanes * 4
     for lane in range(LANES):
@@ -142,7 +150,9 @@ def _mix(at, tile):  # type: ignore[no-untyped-def]
     return 0
 
 
-LONE_KERNELS = tuple(Kernel(each, TILES_VERSION) for each in (_score, _weigh, _mix))
+SCORE, WEIGH, MIX = LONE_KERNELS = (
+    Kernel(_score, TILES_VERSION), Kernel(_weigh, TILES_VERSION), Kernel(_mix, TILES_VERSION)
+)  # fmt: skip
 
 
 def most_lone(step: Step) -> int:
@@ -165,10 +175,13 @@ def lone_rows(
         room: Address of [MOST, `lone_floats`] float32.
         others: As in `cpu_latents.latent_rows`.
     """
-    table = step.block_table_SM
-    words_of_row = (
-        chunk, -(-heads // LANES), latents_NBW.data_ptr(), latents_NBW.shape[2] * 4, step.query_start_S.data_ptr(),
-        step.context_S.data_ptr(), table.data_ptr(), table.stride(0) * 8, window, query, width, bits_of(scale), room,
-        lone_floats(table.shape[1]) * 4, out, latent_lanes, heads, most_lone(step),
+    table, latents, row_bytes = step.block_table_SM, latents_NBW.data_ptr(), latents_NBW.shape[2] * 4
+    about = (
+        chunk, -(-heads // LANES), step.query_start_S.data_ptr(), step.context_S.data_ptr(), table.data_ptr(),
+        table.stride(0) * 8, window, most_lone(step), room, lone_floats(table.shape[1]) * 4,
     )  # fmt: skip
-    return [kernel.row(*words_of_row) for kernel in LONE_KERNELS]
+    return [
+        SCORE.row(*about, latents, row_bytes, query, width),
+        WEIGH.row(*about, bits_of(scale)),
+        MIX.row(*about, latents, row_bytes, out, latent_lanes, heads),
+    ]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attention.cpu_tiles import LANES, TILES_VERSION
 from dispatch.native import bits_of, float_of, floats, words
-from dispatch.team import WORDS, Kernel, program_of, run_alone
+from dispatch.team import Kernel, program_of, run_alone
 
 _TILE_VALUES = 1 << 14
 
@@ -40,19 +40,11 @@ def norm_row(x, weight, eps, dim, out, lanes):  # type: ignore[no-untyped-def]
         out[index] = weight[index] * (x[index] * scale)
 
 
-def _norm(at, tile):  # type: ignore[no-untyped-def]
-    w = words(at, WORDS)
-    x, added, sums, out, weight, eps, dim, rows = (
-        w[0],
-        w[1],
-        w[2],
-        w[3],
-        w[4],
-        float_of(w[5]),
-        w[6],
-        words(w[7], 1)[0],
-    )
-    at_once, stride, out_stride = max(1, _TILE_VALUES // dim), w[8], w[9]
+def _norm(  # type: ignore[no-untyped-def]
+    tile, x, added, sums, out, weight, eps_bits, dim, rows_at, stride, out_stride,
+):  # fmt: skip
+    eps, rows = float_of(eps_bits), words(rows_at, 1)[0]
+    at_once = max(1, _TILE_VALUES // dim)
     if tile < 0:
         return (rows + at_once - 1) // at_once
     lanes, factors = np.empty(LANES, np.float32), floats(weight, dim)
@@ -68,7 +60,7 @@ def _norm(at, tile):  # type: ignore[no-untyped-def]
 
 
 NORM = Kernel(_norm, TILES_VERSION)
-NORMED = 1  # position of `x` in `norm_rows`' row, counted from the kernel's address
+NORMED = NORM.place("x")
 
 
 def norm_rows(

@@ -20,6 +20,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 CACHE_LINE_BYTES = 64
+ROW_WORDS = 23  # of a row of a program, after the function's address
 _MACHINE = platform.machine()
 _SYS_FUTEX = {"x86_64": 202, "aarch64": 98}.get(_MACHINE, -1)  # asm/unistd.h
 _SYS_SCHED_YIELD = {"x86_64": 24, "aarch64": 124}.get(_MACHINE, -1)
@@ -130,15 +131,20 @@ def copy(typing_context: Any, to: Any, source: Any, num_bytes: Any) -> Any:
 
 
 @_emitted
-def call(typing_context: Any, function: Any, first: Any, second: Any) -> Any:
-    """Call compiled code at an address (of an `Addressed`). It takes two int64 and returns one."""
+def call_row(typing_context: Any, row: Any, tile: Any) -> Any:
+    """Call the function whose address is the first of a row's words (an `Addressed`), with `tile` and the others.
+
+    A function with fewer parameters ignores the last words, as the calling conventions of both machines allow.
+    """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word = ir.IntType(64)
-        called = builder.inttoptr(args[0], ir.FunctionType(word, [word, word]).as_pointer())
-        return builder.call(called, args[1:])
+        word, (row, tile) = ir.IntType(64), args
+        places = (builder.add(row, ir.Constant(word, 8 * index)) for index in range(1 + ROW_WORDS))
+        function, *given = [builder.load(_word(builder, place)) for place in places]
+        kind = ir.FunctionType(word, [word] * (1 + ROW_WORDS)).as_pointer()
+        return builder.call(builder.inttoptr(function, kind), [tile, *given])
 
-    return _I64(_I64, _I64, _I64), emit
+    return _I64(_I64, _I64), emit
 
 
 @_emitted

@@ -14,7 +14,7 @@ from typing import Any
 from dispatch import cpu_kernels as passes
 from dispatch.cpu_kernels import message
 from dispatch.native import inlined, words
-from dispatch.team import WORDS, Kernel
+from dispatch.team import Kernel
 from dispatch.wires import shm_regions as regions
 
 # The block's words; names with `_AT` are addresses.
@@ -66,14 +66,13 @@ def _post(b: Any, sizes: int) -> None:
     )  # fmt: skip
 
 
-def _send_rows(at, tile):  # type: ignore[no-untyped-def]
+def _send_rows(tile, block, x, slots, num_tokens_at):  # type: ignore[no-untyped-def]
     if tile < 0:
         return 1
-    w = words(at, WORDS)
-    b = words(w[0], BLOCK_WORDS)
+    b = words(block, BLOCK_WORDS)
     if b[STATE] != FINE:
         return 0
-    x, slots, num_tokens = w[1], w[2], words(w[3], 1)[0]
+    num_tokens = words(num_tokens_at, 1)[0]
     header = words(b[HEADER_AT], message.HEADER_WORDS)
     choices, sizes = header[message.HEADER_CHOICES], b[ROW_SIZES_AT]
     b[NUM_TOKENS] = num_tokens
@@ -95,16 +94,15 @@ def _send_rows(at, tile):  # type: ignore[no-untyped-def]
     return 0
 
 
-def _receive_rows(at, tile):  # type: ignore[no-untyped-def]
+def _receive_rows(tile, block, x):  # type: ignore[no-untyped-def]
     if tile < 0:
         return 1
-    w = words(at, WORDS)
-    b = words(w[0], BLOCK_WORDS)
+    b = words(block, BLOCK_WORDS)
     choices = words(b[HEADER_AT], message.HEADER_WORDS)[message.HEADER_CHOICES]
     if b[STATE] == FINE:
         num_rows, num_pairs, stranger = passes.receive(
             b[HEADER_AT], choices, b[SLOTS], b[RANKS], b[RANK], 1, b[TABLES_AT], b[RECV_AT], b[OWN_ENTRIES_AT],
-            b[ROW_OF_PAIR_AT], b[OFFSETS_AT], b[PAIR_OF_ANSWER_AT], b[PAIR_ROOM], w[1], b[OWN_TOKENS_AT], b[ROWS_AT],
+            b[ROW_OF_PAIR_AT], b[OFFSETS_AT], b[PAIR_OF_ANSWER_AT], b[PAIR_ROOM], x, b[OWN_TOKENS_AT], b[ROWS_AT],
             b[ROW_ROOM], -1,
         )  # fmt: skip
         b[NUM_ROWS] = num_rows
@@ -118,14 +116,13 @@ def _receive_rows(at, tile):  # type: ignore[no-untyped-def]
     return 0
 
 
-def _send_answers(at, tile):  # type: ignore[no-untyped-def]
+def _send_answers(tile, block, y, row_bytes):  # type: ignore[no-untyped-def]
     if tile < 0:
         return 1
-    w = words(at, WORDS)
-    b = words(w[0], BLOCK_WORDS)
+    b = words(block, BLOCK_WORDS)
     if b[STATE] != FINE:
         return 0
-    y, row_bytes, sizes = w[1], w[2], b[ANSWER_SIZES_AT]
+    sizes = b[ANSWER_SIZES_AT]
     b[ANSWERS_AT], b[ANSWER_PAIRS_AT] = y, b[PAIR_OF_ANSWER_AT]
     passes.size_answers(row_bytes, b[RANKS], b[RANK], b[TABLES_AT], b[MASK_AT], sizes, b[ANSWERS_DUE_AT])
     if _open_windows(b, sizes) > 0:
@@ -138,10 +135,9 @@ def _send_answers(at, tile):  # type: ignore[no-untyped-def]
     return 0
 
 
-def _sum_answers(at, tile):  # type: ignore[no-untyped-def]
-    w = words(at, WORDS)
-    b = words(w[0], BLOCK_WORDS)
-    weights, out, hidden, num_tokens, choices = w[1], w[2], w[3], b[NUM_TOKENS], b[ANSWER_CHOICES]
+def _sum_answers(tile, block, weights, out, hidden):  # type: ignore[no-untyped-def]
+    b = words(block, BLOCK_WORDS)
+    num_tokens, choices = b[NUM_TOKENS], b[ANSWER_CHOICES]
     at_once = max(1, _TILE_VALUES // (hidden * (choices + 1)))
     if tile < 0:
         if b[STATE] != FINE:
@@ -160,9 +156,9 @@ def _sum_answers(at, tile):  # type: ignore[no-untyped-def]
     return 0
 
 
-SEND_ROWS, RECEIVE_ROWS, SEND_ANSWERS, SUM_ANSWERS = PASSES = tuple(
-    Kernel(each, _VERSION) for each in (_send_rows, _receive_rows, _send_answers, _sum_answers)
-)
+SEND_ROWS, RECEIVE_ROWS = Kernel(_send_rows, _VERSION), Kernel(_receive_rows, _VERSION)
+SEND_ANSWERS, SUM_ANSWERS = Kernel(_send_answers, _VERSION), Kernel(_sum_answers, _VERSION)
+PASSES = SEND_ROWS, RECEIVE_ROWS, SEND_ANSWERS, SUM_ANSWERS
 
 
 def pass_rows(

@@ -1,7 +1,7 @@
 """A team of threads that runs programs of kernels. Free threads take the next tile; no thread waits for a sleeping one.
 
-A program is a list of rows. Each row holds a kernel's address and the words that it reads: addresses and sizes. A
-kernel is compiled code `(words, tile) -> int`: for tile -1 it returns its number of tiles, for others it computes one.
+A program is a list of rows. Each row holds a kernel's address and its arguments: addresses and sizes. A kernel is
+compiled code `(tile, *arguments) -> int`: for tile -1 it returns its number of tiles, for others it computes one.
 Kernels run one after the other. The tiles of a kernel run at the same time, in any order, and must not depend on each
 other. A program runs without the interpreter lock, and the bits of a result do not depend on which thread took a tile.
 
@@ -15,13 +15,15 @@ sleeping threads take 50 us to wake (docs/LOG.md).
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any, Concatenate, Generic, ParamSpec
 
 import numpy as np
 
 from dispatch.native import (
     CACHE_LINE_BYTES,
+    ROW_WORDS,
     Addressed,
-    call,
+    call_row,
     compiled,
     fetch_add,
     futex_wait,
@@ -30,12 +32,10 @@ from dispatch.native import (
     pause,
     replace_if,
     store,
-    words,
     yield_now,
 )
 
-WORDS = 23  # read by a kernel
-ROW_BYTES = 8 * (WORDS + 1)
+ROW_BYTES = 8 * (1 + ROW_WORDS)
 _LINE = CACHE_LINE_BYTES
 # Offsets of a team's words, each in a separate cache line.
 _TAKE = 0  # the kernel's number << 44 | its tiles << 22 | the next tile
@@ -54,21 +54,35 @@ _YIELDS = 2000  # about a millisecond on an otherwise idle core
 _SLEEP_NS = 1_000_000_000
 SHARED_NS = 50_000  # less work than this is not worth waking another thread
 
+_Arguments = ParamSpec("_Arguments")
 # `Kernel.row` returns rows of this type; several rows are one program.
 Program = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 
 
-class Kernel(Addressed):
-    """Compiled code that a program runs: `(address of its words, tile) -> number of tiles` for tile -1."""
+class Kernel(Addressed, Generic[_Arguments]):
+    """Compiled code that a program runs: `(tile, *arguments) -> number of tiles` for tile -1."""
 
-    def row(self, *arguments: int) -> list[int]:
+    def __init__(self, function: Callable[Concatenate[int, _Arguments], int], version: int) -> None:
+        """Arguments are words: addresses, sizes, and bits of floats (`bits_of`). `version` is as in `Addressed`."""
+        super().__init__(function, version)
+        code = self._function.__code__
+        # By their place in a row, whose first word is the kernel's address.
+        self._names = code.co_varnames[: code.co_argcount]
+
+    def row(self, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> list[int]:
         """Return one row of a program."""
-        return [self.address, *arguments, *[0] * (WORDS - len(arguments))]
+        given: tuple[Any, ...] = (*args, *(kwargs[name] for name in self._names[1 + len(args) :]))
+        assert len(given) == len(self._names) - 1, f"{self._names[1:]} got {len(args)} and {list(kwargs)}"
+        return [self.address, *given, *[0] * (ROW_WORDS - len(given))]
+
+    def place(self, name: str) -> int:
+        """Return the index of an argument in a row."""
+        return self._names.index(name)
 
 
 def program_of(rows: Sequence[list[int]]) -> Program:
     """Return the program of these rows."""
-    return np.array(rows, dtype=np.int64).reshape(len(rows), WORDS + 1)
+    return np.array(rows, dtype=np.int64).reshape(len(rows), 1 + ROW_WORDS)
 
 
 @compiled
@@ -78,7 +92,7 @@ def _open_next(team: int, number: int) -> None:
     while left > 0:
         row += ROW_BYTES
         left -= 1
-        tiles = call(words(row, 1)[0], row + 8, -1)
+        tiles = call_row(row, -1)
         if tiles > 0:
             store(team + _ROW, row)
             store(team + _LEFT, left)
@@ -98,7 +112,7 @@ def _do_tile(team: int) -> int:
     row = load(team + _ROW)
     if replace_if(team + _TAKE, take, take + 1) == 0:
         return 1  # another thread was faster
-    call(words(row, 1)[0], row + 8, tile)
+    call_row(row, tile)
     if fetch_add(team + _DONE, 1) + 1 == tiles:
         store(team + _DONE, 0)
         _open_next(team, (take >> (2 * _TILE_BITS)) + 1)
@@ -131,9 +145,8 @@ def _run(team: int, program: int, num_rows: int) -> None:
 def _run_alone(program: int, num_rows: int) -> None:
     for index in range(num_rows):
         row = program + index * ROW_BYTES
-        kernel = words(row, 1)[0]
-        for tile in range(call(kernel, row + 8, -1)):
-            call(kernel, row + 8, tile)
+        for tile in range(call_row(row, -1)):
+            call_row(row, tile)
 
 
 @compiled

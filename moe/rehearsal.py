@@ -268,9 +268,7 @@ class Notes:
         Raises:
             UnsupportedModelError: Another layer keeps neither keys and values per token nor a state.
         """
-        for layer in sorted(
-            self._asked - self.tails.keys() - self.states.keys() | self._to_convolve.keys()
-        ):
+        for layer in sorted(self._asked - self.tails.keys() - self.states.keys() | self._to_convolve.keys()):
             self._refuse_state(layer, "computes")
         served = self.attended.keys() | self.tails.keys() | self.states.keys()
         silent = {layer for layer in range(num_layers) if layer not in served and layer not in row_by_row}

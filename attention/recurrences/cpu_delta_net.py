@@ -12,8 +12,8 @@ from numba import njit
 
 from attention.cpu_norm import norm_row
 from attention.cpu_tiles import LANES, TILES_VERSION
-from dispatch.native import bits_of, copy, float_of, floats, words
-from dispatch.team import WORDS, Kernel
+from dispatch.native import copy, float_of, floats, words
+from dispatch.team import Kernel
 
 _ROWS = 4  # rows of a tile
 
@@ -23,18 +23,15 @@ def _sigmoid(value):  # type: ignore[no-untyped-def]
     return np.float32(1.0) / (np.float32(1.0) + np.float32(math.exp(-value)))
 
 
-def _order(at, tile):  # type: ignore[no-untyped-def]
-    # Copies parts of rows to other positions.
-    w = words(at, WORDS)
-    x, x_stride, out, out_stride, parts, num_parts, rows = (
-        w[0],
-        w[1],
-        w[2],
-        w[3],
-        w[4],
-        w[5],
-        words(w[6], 1)[0],
-    )
+def _order(tile, x, x_stride, out, out_stride, parts, num_parts, rows_at):  # type: ignore[no-untyped-def]
+    """Copy parts of each of T rows to other positions.
+
+    Args:
+        x, out: Addresses of rows of float32. x_stride, out_stride: bytes from one row to the next.
+        parts: Address of [num_parts, 3] int64: first value of a part, its length, and its destination.
+        rows_at: Address of T, read when the program runs.
+    """
+    rows = words(rows_at, 1)[0]
     if tile < 0:
         return (rows + _ROWS - 1) // _ROWS
     for row in range(tile * _ROWS, min((tile + 1) * _ROWS, rows)):
@@ -44,21 +41,28 @@ def _order(at, tile):  # type: ignore[no-untyped-def]
     return 0
 
 
-def _rates(at, tile):  # type: ignore[no-untyped-def]
-    # Computes how fast states decay and how much each value updates them.
-    w = words(at, WORDS)
-    fade, fade_stride, follow, follow_stride, heads = w[0], w[1], w[2], w[3], w[4]
+def _rates(  # type: ignore[no-untyped-def]
+    tile, fade, fade_stride, follow, follow_stride, heads, fade_places, follow_places, factors_at, biases_at,
+    decays_at, rates_at, rows_at,
+):  # fmt: skip
+    """Compute `decay = factor * softplus(fade + bias)` and `rate = sigmoid(follow)`, per head.
+
+    Args:
+        fade, follow: Addresses of rows of float32, `fade_stride` and `follow_stride` bytes from one to the next.
+        fade_places, follow_places: Addresses of [H] int64: positions of the heads' values in those rows.
+        factors_at, biases_at: Addresses of [H] float32. decays_at, rates_at: addresses of [T, H] float32.
+    """
     fade_at, follow_at, factors, biases = (
-        words(w[5], heads),
-        words(w[6], heads),
-        floats(w[7], heads),
-        floats(w[8], heads),
+        words(fade_places, heads),
+        words(follow_places, heads),
+        floats(factors_at, heads),
+        floats(biases_at, heads),
     )
-    rows = words(w[11], 1)[0]
+    rows = words(rows_at, 1)[0]
     if tile < 0:
         return (rows + _ROWS - 1) // _ROWS
     for row in range(tile * _ROWS, min((tile + 1) * _ROWS, rows)):
-        decays, rates = floats(w[9] + row * heads * 4, heads), floats(w[10] + row * heads * 4, heads)
+        decays, rates = floats(decays_at + row * heads * 4, heads), floats(rates_at + row * heads * 4, heads)
         for head in range(heads):
             value = floats(fade + row * fade_stride + fade_at[head] * 4, 1)[0] + biases[head]
             if value <= np.float32(20.0):
@@ -68,18 +72,23 @@ def _rates(at, tile):  # type: ignore[no-untyped-def]
     return 0
 
 
-def _norm_gated(at, tile):  # type: ignore[no-untyped-def]
-    # Norms each head, then multiplies it by silu(gate).
-    w = words(at, WORDS)
-    x, gate, gate_stride, weight, eps, heads, dim = w[0], w[1], w[2], w[3], float_of(w[4]), w[5], w[6]
-    rows = words(w[8], 1)[0]
+def _norm_gated(  # type: ignore[no-untyped-def]
+    tile, x, gate, gate_stride, weight, eps_bits, heads, dim, out, rows_at,
+):  # fmt: skip
+    """Compute `out = norm(x) * silu(gate)`, head by head.
+
+    Args:
+        x, out: Addresses of [T, H, V] float32. gate: address of rows [H * V], `gate_stride` bytes from one to the next.
+        weight: Address of [V] float32. heads: H. dim: V.
+    """
+    eps, rows = float_of(eps_bits), words(rows_at, 1)[0]
     if tile < 0:
         return (rows + _ROWS - 1) // _ROWS
     lanes, factors = np.empty(LANES, np.float32), floats(weight, dim)
     for row in range(tile * _ROWS, min((tile + 1) * _ROWS, rows)):
         for head in range(heads):
             place = (row * heads + head) * dim * 4
-            to = floats(w[7] + place, dim)
+            to = floats(out + place, dim)
             norm_row(floats(x + place, dim), factors, eps, dim, to, lanes)
             gates = floats(gate + row * gate_stride + head * dim * 4, dim)
             for index in range(dim):
@@ -87,18 +96,15 @@ def _norm_gated(at, tile):  # type: ignore[no-untyped-def]
     return 0
 
 
-def _gate(at, tile):  # type: ignore[no-untyped-def]
-    # Multiplies heads by sigmoid(gate), in place.
-    w = words(at, WORDS)
-    x, gate, gate_stride, head_stride, heads, dim, rows = (
-        w[0],
-        w[1],
-        w[2],
-        w[3],
-        w[4],
-        w[5],
-        words(w[6], 1)[0],
-    )
+def _gate(tile, x, gate, gate_stride, head_stride, heads, dim, rows_at):  # type: ignore[no-untyped-def]
+    """Multiply the output of attention by sigmoid(gate), in place.
+
+    Args:
+        x: Address of [T, H, V] float32. gate: address of rows, `gate_stride` bytes from one to the next and `head_stride`
+            from one head's gates to the next.
+        heads: H. dim: V.
+    """
+    rows = words(rows_at, 1)[0]
     if tile < 0:
         return (rows + _ROWS - 1) // _ROWS
     for row in range(tile * _ROWS, min((tile + 1) * _ROWS, rows)):
@@ -110,59 +116,5 @@ def _gate(at, tile):  # type: ignore[no-untyped-def]
     return 0
 
 
-ORDER, RATES, NORM_GATED, GATE = (
-    Kernel(each, TILES_VERSION) for each in (_order, _rates, _norm_gated, _gate)
-)
-
-
-def order_row(x: int, x_stride: int, out: int, out_stride: int, parts: np.ndarray, rows_at: int) -> list[int]:
-    """Return one row of a program: copy parts of each of T rows.
-
-    Args:
-        x, out: Addresses of rows of float32. x_stride, out_stride: bytes from one row to the next.
-        parts: [parts, 3] int64: first value of a part, its length, and its destination. The caller keeps it alive.
-        rows_at: Address of T, read when the program runs.
-    """
-    return ORDER.row(x, x_stride, out, out_stride, parts.ctypes.data, len(parts), rows_at)
-
-
-def rates_row(
-    fade: tuple[int, int], follow: tuple[int, int], places: tuple[np.ndarray, np.ndarray], factors: int, biases: int,
-    decays: int, rates: int, rows_at: int,
-) -> list[int]:  # fmt: skip
-    """Return one row of a program: `decay = factor * softplus(fade + bias)` and `rate = sigmoid(follow)`, per head.
-
-    Args:
-        fade, follow: Address of rows of float32, and bytes from one row to the next.
-        places: [H] int64 each: positions of the heads' values in those rows. The caller keeps them alive.
-        factors, biases: Addresses of [H] float32. decays, rates: addresses of [T, H] float32.
-    """
-    return RATES.row(
-        *fade, *follow, len(places[0]), places[0].ctypes.data, places[1].ctypes.data, factors, biases, decays, rates,
-        rows_at,
-    )  # fmt: skip
-
-
-def norm_gated_row(
-    x: int, gate: int, gate_stride: int, weight: int, eps: float, heads: int, dim: int, out: int, rows_at: int
-) -> list[int]:
-    """Return one row of a program: `out = norm(x) * silu(gate)`, head by head.
-
-    Args:
-        x, out: Addresses of [T, H, V] float32. gate: address of rows [H * V], `gate_stride` bytes from one to the next.
-        weight: Address of [V] float32. heads: H. dim: V.
-    """
-    return NORM_GATED.row(x, gate, gate_stride, weight, bits_of(eps), heads, dim, out, rows_at)
-
-
-def gate_row(
-    x: int, gate: int, gate_stride: int, head_stride: int, heads: int, dim: int, rows_at: int
-) -> list[int]:
-    """Return one row of a program: `x *= sigmoid(gate)`, for the output of attention.
-
-    Args:
-        x: Address of [T, H, V] float32. gate: address of rows, `gate_stride` bytes from one to the next and `head_stride`
-            from one head's gates to the next.
-        heads: H. dim: V.
-    """
-    return GATE.row(x, gate, gate_stride, head_stride, heads, dim, rows_at)
+ORDER, RATES = Kernel(_order, TILES_VERSION), Kernel(_rates, TILES_VERSION)
+NORM_GATED, GATE = Kernel(_norm_gated, TILES_VERSION), Kernel(_gate, TILES_VERSION)

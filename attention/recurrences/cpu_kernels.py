@@ -17,7 +17,7 @@ from numba import njit
 
 from attention.recurrences.mixers import ADDED, SCALED, UNIT_LENGTH
 from dispatch.native import float_of, floats, words
-from dispatch.team import WORDS, Kernel
+from dispatch.team import Kernel
 
 RECURRENCES_VERSION = 2
 CHANNELS = 256  # channels per task of the convolution or of Mamba's scan
@@ -43,17 +43,11 @@ def _begin(state, slots, stride, offset, slot, count):  # type: ignore[no-untype
         state[:] = floats(slots + slot * stride + offset * 4, count)
 
 
-def _convolve(at, tile):  # type: ignore[no-untyped-def]
-    w = words(at, WORDS)
-    x, x_stride, out, weight, bias, taps, channels, has_silu = w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7]
-    tails, stride, pieces, piece_starts, query_starts, sequences = (
-        w[8],
-        w[9],
-        w[10],
-        w[11],
-        w[12],
-        words(w[13], 1)[0],
-    )
+def _convolve(  # type: ignore[no-untyped-def]
+    tile, x, x_stride, out, weight, bias, taps, channels, has_silu, tails, stride, pieces, piece_starts,
+    query_starts, sequences_at,
+):  # fmt: skip
+    sequences = words(sequences_at, 1)[0]
     parts = (channels + CHANNELS - 1) // CHANNELS
     if tile < 0:
         return sequences * parts
@@ -98,19 +92,11 @@ def _convolve(at, tile):  # type: ignore[no-untyped-def]
     return 0
 
 
-def _delta(at, tile):  # type: ignore[no-untyped-def]
-    w = words(at, WORDS)
-    query, query_stride, key, key_stride, value, value_stride = w[0], w[1], w[2], w[3], w[4], w[5]
-    decay, beta, out, key_heads, heads = w[6], w[7], w[8], w[9], w[10]
-    key_dim, value_dim, decay_dim, mode = w[11], w[12], w[13], w[14]
-    states, stride, pieces, piece_starts, query_starts, sequences = (
-        w[15],
-        w[16],
-        w[17],
-        w[18],
-        w[19],
-        words(w[20], 1)[0],
-    )
+def _delta(  # type: ignore[no-untyped-def]
+    tile, query, query_stride, key, key_stride, value, value_stride, decay, beta, out, key_heads, heads, key_dim,
+    value_dim, decay_dim, mode, states, stride, pieces, piece_starts, query_starts, sequences_at,
+):  # fmt: skip
+    sequences = words(sequences_at, 1)[0]
     if tile < 0:
         return sequences * heads
     sequence, head = tile // heads, tile % heads
@@ -172,37 +158,14 @@ def _delta(at, tile):  # type: ignore[no-untyped-def]
     return 0
 
 
-def _scan_heads(at, tile):  # type: ignore[no-untyped-def]
-    w = words(at, WORDS)
-    x, x_stride, of_time, time_stride, b, b_stride, c, c_stride = (
-        w[0],
-        w[1],
-        w[2],
-        w[3],
-        w[4],
-        w[5],
-        w[6],
-        w[7],
-    )
-    a, d, bias, has_softplus, low, high, out = (
-        w[8],
-        w[9],
-        w[10],
-        w[11],
-        float_of(w[12]),
-        float_of(w[13]),
-        w[14],
-    )
-    shape = words(w[15], 4)
+def _scan_heads(  # type: ignore[no-untyped-def]
+    tile, x, x_stride, of_time, time_stride, b, b_stride, c, c_stride, a, d, bias, has_softplus, low_bits,
+    high_bits, out, shape_at, states, stride, pieces, piece_starts, query_starts, sequences_at,
+):  # fmt: skip
+    low, high = float_of(low_bits), float_of(high_bits)
+    shape = words(shape_at, 4)
     heads, head_dim, groups, state_dim = shape[0], shape[1], shape[2], shape[3]
-    states, stride, pieces, piece_starts, query_starts, sequences = (
-        w[16],
-        w[17],
-        w[18],
-        w[19],
-        w[20],
-        words(w[21], 1)[0],
-    )
+    sequences = words(sequences_at, 1)[0]
     if tile < 0:
         return sequences * heads
     sequence, head = tile // heads, tile % heads
@@ -248,19 +211,11 @@ def _scan_heads(at, tile):  # type: ignore[no-untyped-def]
     return 0
 
 
-def _scan_channels(at, tile):  # type: ignore[no-untyped-def]
-    w = words(at, WORDS)
-    x, x_stride, of_time, b, b_stride, c, c_stride = w[0], w[1], w[2], w[3], w[4], w[5], w[6]
-    a, d, gate, gate_stride, bias, has_softplus, out = w[7], w[8], w[9], w[10], w[11], w[12], w[13]
-    channels, state_dim = w[14], w[15]
-    states, stride, pieces, piece_starts, query_starts, sequences = (
-        w[16],
-        w[17],
-        w[18],
-        w[19],
-        w[20],
-        words(w[21], 1)[0],
-    )
+def _scan_channels(  # type: ignore[no-untyped-def]
+    tile, x, x_stride, of_time, b, b_stride, c, c_stride, a, d, gate, gate_stride, bias, has_softplus, out,
+    channels, state_dim, states, stride, pieces, piece_starts, query_starts, sequences_at,
+):  # fmt: skip
+    sequences = words(sequences_at, 1)[0]
     parts = (channels + CHANNELS - 1) // CHANNELS
     if tile < 0:
         return sequences * parts

@@ -27,7 +27,7 @@ from attention.cpu_latents import (
 )
 from attention.cpu_tiles import LANES, TILES_VERSION, address_of, rows_times_panel_f32
 from dispatch.native import bits_of, copy, float_of, floats, int32s, words
-from dispatch.team import WORDS, Kernel, program_of, run
+from dispatch.team import Kernel, program_of, run
 from kvcache.paged_cache import PagedCache
 from kvcache.step import Step
 
@@ -64,27 +64,20 @@ def largest(keys, count, wanted, counts):  # type: ignore[no-untyped-def]
     return prefix, left
 
 
-def _choose(at, tile):  # type: ignore[no-untyped-def]
+def _choose(  # type: ignore[no-untyped-def]
+    tile, query, weight, scale_bits, heads, dim, keys, wanted, out, query_starts, contexts, tables, facts,
+    table_stride,
+):  # fmt: skip
     # A tile is one row: it scores all tokens up to itself, then writes the best as slots, followed by -1.
-    w = words(at, WORDS)
-    query, weight, scale, heads, dim, keys, wanted, out = (
-        w[0],
-        w[1],
-        float_of(w[2]),
-        w[3],
-        w[4],
-        w[5],
-        w[6],
-        w[7],
-    )
-    rows = words(w[11], 4)[0]
+    scale = float_of(scale_bits)
+    rows = words(facts, 4)[0]
     if tile < 0:
         return rows
     sequence = 0
-    starts = words(w[8], words(w[11], 4)[3] + 1)
+    starts = words(query_starts, words(facts, 4)[3] + 1)
     while starts[sequence + 1] <= tile:
         sequence += 1
-    context, table = words(w[9] + sequence * 8, 1)[0], w[10] + sequence * w[12]
+    context, table = words(contexts + sequence * 8, 1)[0], tables + sequence * table_stride
     count = context - (starts[sequence + 1] - tile) + 1  # tokens that the row sees
     chosen = int32s(out + tile * wanted * 4, wanted)
     if count <= wanted:
@@ -125,12 +118,13 @@ def _choose(at, tile):  # type: ignore[no-untyped-def]
     return 0
 
 
-def _attend_chosen(at, tile):  # type: ignore[no-untyped-def]
+def _attend_chosen(  # type: ignore[no-untyped-def]
+    tile, query, width, groups, latents, row_bytes, chunk_at, chosen_at, most, sinks, scale_bits, out, latent_lanes,
+    heads,
+):  # fmt: skip
     # A tile is 16 heads of one row. It writes the weighted means of latents to `out` [R, G, 16, padded L].
-    w = words(at, WORDS)
-    query, width, groups, latents, row_bytes, chunk = w[0], w[1], w[2], w[3], w[4], words(w[5], 4)
-    chosen_at, most, sinks = w[6], w[7], w[8]
-    scale, out, latent_lanes, heads = float_of(w[9]), w[10], w[11], w[12]
+    chunk = words(chunk_at, 4)
+    scale = float_of(scale_bits)
     if tile < 0:
         return chunk[3] * groups
     row, group = tile // groups, tile % groups

@@ -17,18 +17,18 @@ from attention.cpu_tiles import LANES, TILES_VERSION
 from attention.sparse.cpu import COUNTS, largest, ordered
 from attention.sparse.pools import Pooling
 from dispatch.native import bits_of, float_of, floats, int32s, words
-from dispatch.team import WORDS, Kernel, program_of, run
+from dispatch.team import Kernel, program_of, run
 from kvcache.paged_cache import PagedCache
 
 
-def _pool(at, tile):  # type: ignore[no-untyped-def]
+def _pool(  # type: ignore[no-untyped-def]
+    tile, pages, dims, dim, size, bias, query_starts, contexts, tables, sequences_at, table_stride,
+):  # fmt: skip
     # A tile is one sequence: it makes the keys of the pools that its rows complete.
-    w = words(at, WORDS)
-    pages, dims, dim, size, bias = w[0], w[1], w[2], w[3], w[4]
     if tile < 0:
-        return words(w[8], 1)[0]
-    starts, context = words(w[5] + tile * 8, 2), words(w[6] + tile * 8, 1)[0]
-    table = w[7] + tile * w[9]
+        return words(sequences_at, 1)[0]
+    starts, context = words(query_starts + tile * 8, 2), words(contexts + tile * 8, 1)[0]
+    table = tables + tile * table_stride
     first = (context - (starts[1] - starts[0])) // size
     biases = floats(bias, size * dim)
     shares = np.empty(size, np.float32)
@@ -52,20 +52,21 @@ def _pool(at, tile):  # type: ignore[no-untyped-def]
     return 0
 
 
-def _choose_pools(at, tile):  # type: ignore[no-untyped-def]
+def _choose_pools(  # type: ignore[no-untyped-def]
+    tile, query, weight, scale_bits, heads, dim, pages, dims, size, wanted, out, query_starts, contexts, tables,
+    facts_at, table_stride,
+):  # fmt: skip
     # A tile is one row: it writes the tokens of its best pools as slots, then those of the incomplete pool, then -1.
-    w = words(at, WORDS)
-    query, weight, scale, heads, dim, pages, dims = w[0], w[1], float_of(w[2]), w[3], w[4], w[5], w[6]
-    size, wanted, out = w[7], w[8], w[9]
-    facts = words(w[13], 4)
+    scale = float_of(scale_bits)
+    facts = words(facts_at, 4)
     if tile < 0:
         return facts[0]
     sequence = 0
-    starts = words(w[10], facts[3] + 1)
+    starts = words(query_starts, facts[3] + 1)
     while starts[sequence + 1] <= tile:
         sequence += 1
-    seen = words(w[11] + sequence * 8, 1)[0] - (starts[sequence + 1] - tile) + 1  # visible tokens
-    table, pools = w[12] + sequence * w[14], seen // size
+    seen = words(contexts + sequence * 8, 1)[0] - (starts[sequence + 1] - tile) + 1  # visible tokens
+    table, pools = tables + sequence * table_stride, seen // size
     width = wanted * size + size - 1
     chosen = int32s(out + tile * width * 4, width)
     weights = floats(weight + tile * heads * 4, heads)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from moe.cpu.panels import Format
-from moe.cpu.products import quantise_row
+from moe.cpu.products import QUANTISE
 
 Rows = list[list[int]]  # rows of a program
 
@@ -42,4 +42,4 @@ class Activations:
         if not kind.takes_integers:
             return [], x.data_ptr()
         made = self.room("quantised", kind.row_bytes, torch.uint8, rows=len(x)).data_ptr()
-        return [quantise_row(x.data_ptr(), x.shape[1] * 4, kind.k, made, rows_at)], made
+        return [QUANTISE.row(x.data_ptr(), x.shape[1] * 4, kind.k, made, rows_at)], made

@@ -21,7 +21,7 @@ from moe.cpu.layer_parts import Norm
 from moe.cpu.layer_program import LayerProgram
 from moe.cpu.net_program import IDS, ROW_OF, ROWS_FROM, Angles, Projection, embed_row
 from moe.cpu.packed_weight import PackedWeight
-from moe.cpu.products import gather_row, linear_row
+from moe.cpu.products import GATHER, linear_row
 from moe.cpu.step_program import Ends, StepProgram
 from moe.mtp.layers import Drafted, Origin
 from moe.text_part import body_of
@@ -74,7 +74,7 @@ class DraftProgram:
         halves = joined.data_ptr(), joined.data_ptr() + D * 4
         rows = [embed_row(embedding, embedded, self._step)]
         rows.append(_norm_row(head.enorm, embedded, halves[0], facts))
-        rows.append(gather_row(0, D * 4, 0, facts, given.data_ptr()))
+        rows.append(GATHER.row(0, D * 4, 0, facts, given.data_ptr()))
         rows.append(_norm_row(head.hnorm, given, halves[1], facts))
         weight: PackedWeight = head.eh_proj.weight
         quantised, taken = activations.taken(weight.format, joined, facts)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from moe.cpu.activations import Activations, Rows
 from moe.cpu.experts import PackedExpertLayer
-from moe.cpu.local_experts import clock_row
-from moe.cpu.products import gather_row
+from moe.cpu.local_experts import CLOCK
+from moe.cpu.products import GATHER
 
 
 class RoutedRows(NamedTuple):
@@ -34,7 +34,7 @@ class ExpertsClock:
     def around(self, rows: Rows) -> Rows:
         """Return these rows between two rows that measure their time."""
         total, scratch = self._ns.ctypes.data, self._scratch.ctypes.data
-        return [clock_row(total, -1, scratch), *rows, clock_row(total, 1, scratch)]
+        return [CLOCK.row(total, -1, scratch), *rows, CLOCK.row(total, 1, scratch)]
 
     def note(self, layer: PackedExpertLayer) -> None:
         """Add the measured time to the layer's counts, and reset it."""
@@ -57,7 +57,7 @@ def expert_rows(
     lowered, taken = activations.taken(down.format, raised_PI, num_pairs)
     rows = [
         *quantised,
-        gather_row(given, up.format.row_bytes, asked.row_of, num_pairs, gathered),
+        GATHER.row(given, up.format.row_bytes, asked.row_of, num_pairs, gathered),
         up.product_row(gathered, asked.offsets, raised_PI.data_ptr(), is_gated=True),
         *lowered,
         down.product_row(taken, asked.offsets, answers_PD.data_ptr()),

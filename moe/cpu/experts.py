@@ -23,7 +23,7 @@ from dispatch.team import Team, program_of, run
 from kvcache.step import ROW_MULTIPLE, Step
 from moe.backend import serve_experts
 from moe.cpu.panels import Format
-from moe.cpu.products import gather_row, product_ns, quantise_row
+from moe.cpu.products import GATHER, QUANTISE, product_ns
 from moe.cpu.slots import PackedSlots
 from moe.expert_weights import grown_sample
 from moe.load_counts import LayerCounts
@@ -94,7 +94,7 @@ class PackedExpertLayer:
         given, num_given = _Rows(up.format, len(x_NH), x_NH), np.array([len(x_NH)])
         before = [
             *given.quantised(num_given.ctypes.data),
-            gather_row(given.address, up.format.row_bytes, row_P.data_ptr(), num_pairs, gathered.address),
+            GATHER.row(given.address, up.format.row_bytes, row_P.data_ptr(), num_pairs, gathered.address),
         ]
         up_ns, down_ns = (product_ns(pairs, each.format, each.num_slots) for each in (up, down))
         out_PD = torch.empty(pairs, down.width)
@@ -145,7 +145,7 @@ class _Rows:
         kind, x_TK = self._kind, self._x_TK
         if x_TK is None or not kind.takes_integers:
             return []
-        return [quantise_row(x_TK.data_ptr(), x_TK.shape[1] * 4, kind.k, self.address, rows_at)]
+        return [QUANTISE.row(x_TK.data_ptr(), x_TK.shape[1] * 4, kind.k, self.address, rows_at)]
 
 
 def _on_full_vectors(function: Callable[[Tensor], Tensor], x_PN: Tensor) -> Tensor:

@@ -66,7 +66,8 @@ class DeltaNet(NamedTuple):
     key_dim: int
     value_dim: int
     first: Matrix  # [q + k + v + gate, hidden]
-    order: np.ndarray | None  # reorders its rows to [q | k | v | gate], see `order_row`; None keeps the order
+    # Reorders its rows to [q | k | v | gate], see `cpu_delta_net.ORDER`. None keeps the order.
+    order: np.ndarray | None
     rates: Sequence[Matrix]  # of fading and following, or one for both
     rates_at: tuple[np.ndarray, np.ndarray]  # indexes of heads' values in them
     factors_H: Tensor  # for fading

@@ -21,8 +21,9 @@ from attention.cpu_lone_latents import MOST, lone_floats
 from attention.cpu_norm import NORMED, norm_rows
 from attention.cpu_tiles import LANES
 from attention.recurrences.cpu import Side, convolve_row, delta_row
-from attention.recurrences.cpu_delta_net import gate_row, norm_gated_row, order_row, rates_row
+from attention.recurrences.cpu_delta_net import GATE, NORM_GATED, ORDER, RATES
 from attention.recurrences.mixers import UNIT_LENGTH
+from dispatch.native import bits_of
 from dispatch.row_formats import PlainRows
 from dispatch.team import Program, program_of, run_alone
 from kvcache.paged_cache import PagedCache
@@ -31,7 +32,7 @@ from moe.cpu.activations import Activations, Rows
 from moe.cpu.expert_rows import ExpertsClock, RoutedRows, expert_rows
 from moe.cpu.experts import PackedExpertLayer
 from moe.cpu.layer_parts import Attention, DeltaNet, Latents, LayerParts, Matrix, Mlp
-from moe.cpu.local_experts import ANSWERS, OUT, add_row, share_row, sort_row
+from moe.cpu.local_experts import ANSWERS, OUT, SHARE, SORT_PAIRS, add_row
 from moe.cpu.products import grouped_row, linear_row
 from moe.cpu.routing import route_row
 from moe.cpu.spread_experts import Chosen, SpreadExperts, exchange_of
@@ -286,7 +287,7 @@ class LayerProgram:
         if attention.has_gate:
             gates = qkv.data_ptr() + keys.shape[2] * 4
             rows.append(
-                gate_row(
+                GATE.row(
                     attended.data_ptr(), gates, width * 4, query_dim * 4, heads, shape.value_dim, self._facts
                 )
             )
@@ -301,9 +302,10 @@ class LayerProgram:
         rows = self._linear(net.first, normed, made)
         if net.order is not None:
             ordered = room("ordered", convolved_width + values)
+            order, num_parts, ordered_bytes = net.order.ctypes.data, len(net.order), ordered.shape[1] * 4
             rows.append(
-                order_row(
-                    made.data_ptr(), width * 4, ordered.data_ptr(), ordered.shape[1] * 4, net.order, facts
+                ORDER.row(
+                    made.data_ptr(), width * 4, ordered.data_ptr(), ordered_bytes, order, num_parts, facts
                 )
             )
             made, width = ordered, ordered.shape[1]
@@ -315,11 +317,11 @@ class LayerProgram:
         decays, rates = room("decays", heads), room("rates", heads)
         convolved, found = room("convolved", convolved_width), room("found", values)
         attended = room("attended", values)
-        query = convolved.data_ptr()
+        query, (fade_places, follow_places) = convolved.data_ptr(), net.rates_at
         rows += [
-            rates_row(
-                sources[0], sources[-1], net.rates_at, net.factors_H.data_ptr(), net.biases_H.data_ptr(),
-                decays.data_ptr(), rates.data_ptr(), facts,
+            RATES.row(
+                *sources[0], *sources[-1], heads, fade_places.ctypes.data, follow_places.ctypes.data,
+                net.factors_H.data_ptr(), net.biases_H.data_ptr(), decays.data_ptr(), rates.data_ptr(), facts,
             ),
             convolve_row(
                 made.data_ptr(), width * 4, query, net.taps_KC, None, pages.tails[net.layer], step, has_silu=True
@@ -329,9 +331,9 @@ class LayerProgram:
                 Side(query + 2 * keys * 4, convolved_width * 4, heads), decays.data_ptr(), rates.data_ptr(),
                 pages.states[net.layer], found.data_ptr(), step, decay_dim=1, mode=UNIT_LENGTH,
             ),
-            norm_gated_row(
+            NORM_GATED.row(
                 found.data_ptr(), made.data_ptr() + convolved_width * 4, width * 4, net.norm.weight.data_ptr(),
-                net.norm.eps, heads, net.value_dim, attended.data_ptr(), facts,
+                bits_of(net.norm.eps), heads, net.value_dim, attended.data_ptr(), facts,
             ),
         ]  # fmt: skip
         return _Attended(attended, rows, -1)
@@ -398,7 +400,7 @@ class LayerProgram:
         rows_of_all = [*before, up, *self._linear(mlp.down, inner, out)]
         if mlp.share is not None:
             shares = self._activations.room("shares", mlp.share.format.panels * LANES)
-            share = share_row(
+            share = SHARE.row(
                 out.data_ptr(), out.shape[1], shares.data_ptr(), shares.shape[1] * 4, self._facts
             )
             rows_of_all += [*self._linear(mlp.share, x, shares), share]
@@ -449,7 +451,7 @@ class LayerProgram:
         asked = RoutedRows(x_TD, facts, row_of, offsets, pairs)
         products, answers_PD = expert_rows(layer, asked, activations, self._clock)
         rows = [
-            sort_row(
+            SORT_PAIRS.row(
                 ids_TK.data_ptr(), choices, slot_of_E.data_ptr(), layer.num_experts, num_slots, offsets, row_of, pair_of,
                 facts, 0 if layer.counts is None else layer.counts.address,
             ),

@@ -12,20 +12,33 @@ import numpy as np
 
 from attention.cpu_tiles import TILES_VERSION
 from dispatch.native import floats, now_ns, words
-from dispatch.team import WORDS, Kernel
+from dispatch.team import Kernel
 
 _TILE_VALUES = 1 << 14
 
 
-def _sort_pairs(at, tile):  # type: ignore[no-untyped-def]
+def _sort_pairs(  # type: ignore[no-untyped-def]
+    tile, ids_at, choices, slots_at, num_experts, num_slots, offsets_at, row_of_at, pair_of_at, facts, table,
+):  # fmt: skip
+    """Sort the pairs by slot, then token, then choice, and count them.
+
+    Args:
+        ids_at: Address of [T, K] int64. choices: K. slots_at: Address of [E] int64, every expert's slot.
+        offsets_at: Address of [S + 1] int64, written: the pairs of slot s are [offsets[s], offsets[s + 1]).
+        row_of_at, pair_of_at: Addresses of [P] int64, written: each sorted pair's row, and each choice's sorted pair.
+        facts: Address of T, padded T and the number of decodes (the first rows); read when the program runs.
+        table: Address of [2, E + 1] int64, see `moe.load_counts`; 0 disables counting.
+    """
     if tile < 0:
         return 1
-    w = words(at, WORDS)
-    choices, num_experts, num_slots, table = w[1], w[3], w[4], w[9]
-    rows, num_decodes = words(w[8], 3)[0], words(w[8], 3)[2]
+    rows, num_decodes = words(facts, 3)[0], words(facts, 3)[2]
     pairs = rows * choices
-    ids, slot_of, offsets = words(w[0], pairs), words(w[2], num_experts), words(w[5], num_slots + 1)
-    row_of, pair_of = words(w[6], pairs), words(w[7], pairs)
+    ids, slot_of, offsets = (
+        words(ids_at, pairs),
+        words(slots_at, num_experts),
+        words(offsets_at, num_slots + 1),
+    )
+    row_of, pair_of = words(row_of_at, pairs), words(pair_of_at, pairs)
     offsets[:] = 0
     for pair in range(pairs):
         offsets[slot_of[ids[pair]] + 1] += 1
@@ -46,10 +59,10 @@ def _sort_pairs(at, tile):  # type: ignore[no-untyped-def]
     return 0
 
 
-def _add(at, tile):  # type: ignore[no-untyped-def]
-    w = words(at, WORDS)
-    answers, pair_of, weights, choices, shared = w[0], w[1], w[2], w[3], w[4]
-    residual, out, dim, rows, padded = w[5], w[6], w[7], words(w[8], 2)[0], words(w[8], 2)[1]
+def _add(  # type: ignore[no-untyped-def]
+    tile, answers, pair_of, weights, choices, shared, residual, out, dim, facts,
+):  # fmt: skip
+    rows, padded = words(facts, 2)[0], words(facts, 2)[1]
     at_once = max(1, _TILE_VALUES // (dim * (choices + 1)))
     if tile < 0:
         return (padded + at_once - 1) // at_once
@@ -78,17 +91,27 @@ def _add(at, tile):  # type: ignore[no-untyped-def]
     return 0
 
 
-def _clock(at, tile):  # type: ignore[no-untyped-def]
+def _clock(tile, total_ns, sign, scratch):  # type: ignore[no-untyped-def]
+    """Add the time, times `sign`, to a word. Two such rows measure what runs between them.
+
+    Args:
+        total_ns: Address of an int64. scratch: Address of two.
+    """
     if tile < 0:
         return 1
-    w = words(at, WORDS)
-    words(w[0], 1)[0] += w[1] * now_ns(w[2])
+    words(total_ns, 1)[0] += sign * now_ns(scratch)
     return 0
 
 
-def _share(at, tile):  # type: ignore[no-untyped-def]
-    w = words(at, WORDS)
-    x, dim, shares, stride, rows = w[0], w[1], w[2], w[3], words(w[4], 1)[0]
+def _share(tile, x, dim, shares, stride, facts):  # type: ignore[no-untyped-def]
+    """Compute `x *= sigmoid(share)`, for each row of [T, D] float32.
+
+    Args:
+        x: Address. dim: D.
+        shares: Address of each row's float32 value. stride: Bytes between two values.
+        facts: See `SORT_PAIRS`.
+    """
+    rows = words(facts, 1)[0]
     at_once = max(1, _TILE_VALUES // dim)
     if tile < 0:
         return (rows + at_once - 1) // at_once
@@ -100,25 +123,9 @@ def _share(at, tile):  # type: ignore[no-untyped-def]
     return 0
 
 
-SORT_PAIRS, ADD, CLOCK, SHARE = (Kernel(each, TILES_VERSION) for each in (_sort_pairs, _add, _clock, _share))
-
-
-def sort_row(
-    ids: int, choices: int, slot_of: int, num_experts: int, num_slots: int, offsets: int, row_of: int, pair_of: int,
-    facts: int, table: int,
-) -> list[int]:  # fmt: skip
-    """Return a program row that sorts the pairs by slot, then token, then choice, and counts them.
-
-    Args:
-        ids: Address of [T, K] int64. choices: K. slot_of: Address of [E] int64, every expert's slot.
-        offsets: Address of [S + 1] int64, written: the pairs of slot s are [offsets[s], offsets[s + 1]).
-        row_of, pair_of: Addresses of [P] int64, written: each sorted pair's row, and each choice's sorted pair.
-        facts: Address of T, padded T and the number of decodes (the first rows); read when the program runs.
-        table: Address of [2, E + 1] int64, see `moe.load_counts`; 0 disables counting.
-    """
-    return SORT_PAIRS.row(
-        ids, choices, slot_of, num_experts, num_slots, offsets, row_of, pair_of, facts, table
-    )
+SORT_PAIRS, ADD = Kernel(_sort_pairs, TILES_VERSION), Kernel(_add, TILES_VERSION)
+CLOCK, SHARE = Kernel(_clock, TILES_VERSION), Kernel(_share, TILES_VERSION)
+ANSWERS, OUT = ADD.place("answers"), ADD.place("out")
 
 
 def add_row(
@@ -130,30 +137,7 @@ def add_row(
     Args:
         answers: Address of [T, D] float32. With `choices`, of [P, D]: a token's rows are summed with its `weights`.
         residual, out, shared: Addresses of [T, D] float32; `shared` may be 0.
-        dim: D. facts: See `sort_row`.
+        dim: D. facts: See `SORT_PAIRS`.
         choices: K; 0 if answers are sums already. pair_of, weights: Addresses of [T, K], int64 and float32.
     """
     return ADD.row(answers, pair_of, weights, choices, shared, residual, out, dim, facts)
-
-
-ANSWERS, OUT = 1, 7  # indexes of words in `add_row`'s row; word 0 is the kernel's address
-
-
-def clock_row(total_ns: int, sign: int, scratch: int) -> list[int]:
-    """Return a program row that adds the time, times `sign`, to a word. Two such rows measure what runs between them.
-
-    Args:
-        total_ns: Address of an int64. scratch: Address of two.
-    """
-    return CLOCK.row(total_ns, sign, scratch)
-
-
-def share_row(x: int, dim: int, shares: int, stride: int, facts: int) -> list[int]:
-    """Return a program row for `x *= sigmoid(share)`, for each row of [T, D] float32.
-
-    Args:
-        x: Address. dim: D.
-        shares: Address of each row's float32 value. stride: Bytes between two values.
-        facts: See `sort_row`.
-    """
-    return SHARE.row(x, dim, shares, stride, facts)

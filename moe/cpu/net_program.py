@@ -19,13 +19,13 @@ from torch import Tensor
 from attention.cpu_tiles import LANES, TILES_VERSION
 from attention.transformers_names import CACHE
 from dispatch.native import copy, int32s, uint16s, words
-from dispatch.team import WORDS, Kernel
+from dispatch.team import Kernel
 from kvcache.step import Step
 from moe.cpu.activations import Activations, Rows
 from moe.cpu.layer_parts import Norm
 from moe.cpu.layer_program import LayerProgram
 from moe.cpu.packed_weight import PackedWeight
-from moe.cpu.products import gather_row, linear_row
+from moe.cpu.products import GATHER, LINEAR, linear_row
 from moe.cpu.step_program import Ends, StepProgram, Told
 from moe.text_part import body_of
 
@@ -34,15 +34,14 @@ _FEWEST_POSITIONS = 1024
 _BY_POSITION_ALONE = {"default", "linear", "llama3", "yarn", "proportional"}  # rotary types
 
 
-def _embed(at, tile):  # type: ignore[no-untyped-def]
+def _embed(tile, ids_at, panels, value_bytes, dim, out, facts, vocabulary):  # type: ignore[no-untyped-def]
     # A token's weights are one column of a panel.
-    w = words(at, WORDS)
-    panels, value_bytes, dim, out, rows, vocabulary = w[1], w[2], w[3], w[4], words(w[5], 2)[1], w[6]
+    rows = words(facts, 2)[1]
     at_once = max(1, _TILE_VALUES // dim)
     if tile < 0:
         return (rows + at_once - 1) // at_once
     last = min((tile + 1) * at_once, rows)
-    ids = words(w[0], last)
+    ids = words(ids_at, last)
     for row in range(tile * at_once, last):
         made = int32s(out + row * dim * 4, dim)
         if ids[row] < 0 or ids[row] >= vocabulary:
@@ -60,22 +59,23 @@ def _embed(at, tile):  # type: ignore[no-untyped-def]
     return 0
 
 
-def _angles(at, tile):  # type: ignore[no-untyped-def]
-    w = words(at, WORDS)
+def _angles(  # type: ignore[no-untyped-def]
+    tile, positions_at, cosines, sines, row_bytes, cosines_out, sines_out, facts,
+):  # fmt: skip
     if tile < 0:
         return 1
-    cosines, sines, row_bytes, rows = w[1], w[2], w[3], words(w[6], 2)[1]
-    positions = words(w[0], rows)
+    rows = words(facts, 2)[1]
+    positions = words(positions_at, rows)
     for row in range(rows):
-        copy(w[4] + row * row_bytes, cosines + positions[row] * row_bytes, row_bytes)
-        copy(w[5] + row * row_bytes, sines + positions[row] * row_bytes, row_bytes)
+        copy(cosines_out + row * row_bytes, cosines + positions[row] * row_bytes, row_bytes)
+        copy(sines_out + row * row_bytes, sines + positions[row] * row_bytes, row_bytes)
     return 0
 
 
 EMBED, ANGLES = Kernel(_embed, TILES_VERSION), Kernel(_angles, TILES_VERSION)
-# Words that steps write into rows; word 0 is the kernel's address.
-IDS, ROWS_FROM, ROW_OF = 1, 1, 3
-_COSINES, _SINES, _LOGITS = 2, 3, 11
+# Places in rows that steps write to.
+IDS, ROWS_FROM, ROW_OF = EMBED.place("ids_at"), GATHER.place("x"), GATHER.place("sources")
+_COSINES, _SINES, _LOGITS = ANGLES.place("cosines"), ANGLES.place("sines"), LINEAR.place("out")
 _ANSWERED = {"position_ids", CACHE, "use_cache"}  # options that the step determines, or constant ones
 
 
@@ -131,7 +131,7 @@ class Projection:
         quantised, given = activations.taken(head.format, asked, count)
         scales = 0 if head.scales is None else head.scales.data_ptr()
         self.rows: Rows = [
-            gather_row(normed.data_ptr(), head.in_dim * 4, 0, count, asked.data_ptr()),
+            GATHER.row(normed.data_ptr(), head.in_dim * 4, 0, count, asked.data_ptr()),
             *quantised,
             linear_row(
                 given, head.format.row_bytes, head.panels.data_ptr(), scales, head.format, 0,

@@ -21,7 +21,7 @@ from attention.cpu_tiles import (
     times_panel,
 )
 from dispatch.native import copy, floats, words
-from dispatch.team import WORDS, Kernel, Team, program_of, run
+from dispatch.team import Kernel, Team, program_of, run
 from moe.cpu.panels import Format
 
 TILE_NS = 10_000  # target time on one thread: long compared to taking a tile, short compared to a step
@@ -59,20 +59,11 @@ def _times_panels(  # type: ignore[no-untyped-def]
             panel += 1
 
 
-def _linear(at, tile):  # type: ignore[no-untyped-def]
-    w = words(at, WORDS)
-    x, x_stride, codes, scales, panel_bytes, scale_bytes, k, block = (
-        w[0],
-        w[1],
-        w[2],
-        w[3],
-        w[4],
-        w[5],
-        w[6],
-        w[7],
-    )
-    panels, times, out, out_stride, rows, bias = w[8], w[9], w[10], w[11], words(w[12], 1)[0], w[13]
-    times_two = w[14]
+def _linear(  # type: ignore[no-untyped-def]
+    tile, x, x_stride, codes, scales, panel_bytes, scale_bytes, k, block, panels, times, out, out_stride, rows_at,
+    bias, times_two,
+):  # fmt: skip
+    rows = words(rows_at, 1)[0]
     at_once = panels_per_tile(min(rows, ROW_BLOCK), k, panel_bytes)
     groups = (panels + at_once - 1) // at_once
     if tile < 0:
@@ -94,23 +85,14 @@ def _linear(at, tile):  # type: ignore[no-untyped-def]
     return 0
 
 
-def _grouped(at, tile):  # type: ignore[no-untyped-def]
-    w = words(at, WORDS)
-    x, x_stride, panel_bytes, scale_bytes, k, block, panels, times = (
-        w[0],
-        w[1],
-        w[2],
-        w[3],
-        w[4],
-        w[5],
-        w[6],
-        w[7],
-    )
-    num_slots, out, out_stride, is_gated, times_two = w[11], w[12], w[13], w[14], w[15]
+def _grouped(  # type: ignore[no-untyped-def]
+    tile, x, x_stride, panel_bytes, scale_bytes, k, block, panels, times, codes_at, scales_at, offsets_at,
+    num_slots, out, out_stride, is_gated, times_two,
+):  # fmt: skip
     code_address, scale_address, offsets = (
-        words(w[8], num_slots),
-        words(w[9], num_slots),
-        words(w[10], num_slots + 1),
+        words(codes_at, num_slots),
+        words(scales_at, num_slots),
+        words(offsets_at, num_slots + 1),
     )
     made = panels // 2 if is_gated != 0 else panels
     # A tile is a part of one slot's panels. Find the slot and the part.
@@ -173,10 +155,10 @@ def _grouped(at, tile):  # type: ignore[no-untyped-def]
 _GATHERED_BYTES = 1 << 16  # per tile of GATHER
 
 
-def _gather(at, tile):  # type: ignore[no-untyped-def]
-    w = words(at, WORDS)
-    x, row_bytes, count, out = w[0], w[1], words(w[3], 1)[0], w[4]
-    source = words(w[2], count)
+def _gather(tile, x, row_bytes, sources, count_at, out):  # type: ignore[no-untyped-def]
+    """Compute `out[p] = x[sources[p]]` for rows of `row_bytes`. Their number is read at `count_at` when the program runs."""
+    count = words(count_at, 1)[0]
+    source = words(sources, count)
     at_once = max(1, _GATHERED_BYTES // row_bytes)
     if tile < 0:
         return (count + at_once - 1) // at_once
@@ -188,9 +170,16 @@ def _gather(at, tile):  # type: ignore[no-untyped-def]
 _QUANTISED_BLOCKS = 256  # per tile of QUANTISE
 
 
-def _quantise(at, tile):  # type: ignore[no-untyped-def]
-    w = words(at, WORDS)
-    x, x_stride, blocks, out, rows = w[0], w[1], w[2], w[3], words(w[4], 1)[0]
+def _quantise(tile, x, x_stride, k, out, rows_at):  # type: ignore[no-untyped-def]
+    """Quantise activations for weights that take integers.
+
+    Args:
+        x: Address of [T, K] float32. x_stride: Bytes between two rows.
+        k: K, a multiple of 32.
+        out: Address of T rows of `Format.row_bytes`; see `attention.cpu_integer_tiles`.
+        rows_at: Address of T, read when the program runs.
+    """
+    rows, blocks = words(rows_at, 1)[0], k // BLOCK
     at_once = max(1, _QUANTISED_BLOCKS // blocks)
     if tile < 0:
         return (rows + at_once - 1) // at_once
@@ -202,9 +191,8 @@ def _quantise(at, tile):  # type: ignore[no-untyped-def]
     return 0
 
 
-LINEAR, GROUPED, GATHER, QUANTISE = (
-    Kernel(each, TILES_VERSION) for each in (_linear, _grouped, _gather, _quantise)
-)
+LINEAR, GROUPED = Kernel(_linear, TILES_VERSION), Kernel(_grouped, TILES_VERSION)
+GATHER, QUANTISE = Kernel(_gather, TILES_VERSION), Kernel(_quantise, TILES_VERSION)
 
 
 def linear_row(
@@ -247,23 +235,6 @@ def grouped_row(
     )  # fmt: skip
 
 
-def gather_row(x: int, row_bytes: int, row_P: int, count_at: int, out: int) -> list[int]:
-    """Return a program row for `out[p] = x[row[p]]`. The number of rows is read from `count_at` when it runs."""
-    return GATHER.row(x, row_bytes, row_P, count_at, out)
-
-
-def quantise_row(x: int, x_stride: int, k: int, out: int, rows_at: int) -> list[int]:
-    """Return a program row that quantises activations for weights that take integers.
-
-    Args:
-        x: Address of [T, K] float32. x_stride: Bytes between two rows.
-        k: K, a multiple of 32.
-        out: Address of T rows of `Format.row_bytes`; see `attention.cpu_integer_tiles`.
-        rows_at: Address of T, read when the program runs.
-    """
-    return QUANTISE.row(x, x_stride, k // BLOCK, out, rows_at)
-
-
 def product_ns(rows: int, kind: Format, groups: int = 1) -> int:
     """Estimate the time of one thread for rows that go to at most `groups` weights of a kind."""
     touched = kind.panels * kind.panel_bytes * min(rows, groups)
@@ -286,7 +257,7 @@ def linear(
     x, x_stride, before = x_TK.data_ptr(), x_TK.stride(0) * 4, []
     if kind.takes_integers:
         quantised = np.empty((x_TK.shape[0], kind.row_bytes), np.uint8)
-        before = [quantise_row(x, x_stride, kind.k, quantised.ctypes.data, rows.ctypes.data)]
+        before = [QUANTISE.row(x, x_stride, kind.k, quantised.ctypes.data, rows.ctypes.data)]
         x, x_stride = quantised.ctypes.data, kind.row_bytes
     row = linear_row(
         x, x_stride, codes.data_ptr(), 0 if scales is None else scales.data_ptr(), kind, out_TN.data_ptr(),

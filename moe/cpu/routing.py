@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attention.cpu_tiles import TILES_VERSION
 from dispatch.native import bits_of, float_of, floats, words
-from dispatch.team import WORDS, Kernel, program_of, run_alone
+from dispatch.team import Kernel, program_of, run_alone
 from moe.routing import Routing
 
 _TILE_ROWS = 16
@@ -45,11 +45,11 @@ def _keep_best_groups(choice, E, groups, chosen, by_best, group_score):  # type:
             choice[group * size : (group + 1) * size] = _NEVER
 
 
-def _route(at, tile):  # type: ignore[no-untyped-def]
-    w = words(at, WORDS)
-    logits, stride, E, K, bias, rows = w[0], w[1], w[2], w[3], w[4], words(w[5], 1)[0]
-    is_sigmoid, softmax_after, normalise, by_best, scale = w[6], w[7], w[8], w[9], float_of(w[10])
-    groups, groups_chosen, ids, weights = w[11], w[12], w[13], w[14]
+def _route(  # type: ignore[no-untyped-def]
+    tile, logits, stride, E, K, bias, rows_at, is_sigmoid, softmax_after, normalise, by_best, scale_bits, groups,
+    groups_chosen, ids, weights,
+):  # fmt: skip
+    rows, scale = words(rows_at, 1)[0], float_of(scale_bits)
     if tile < 0:
         return (rows + _TILE_ROWS - 1) // _TILE_ROWS
     score, choice, group_score = (

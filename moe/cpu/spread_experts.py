@@ -19,7 +19,7 @@ from dispatch.dispatcher import Dispatcher
 from dispatch.native import pointer, words
 from dispatch.passes import pass_rows
 from dispatch.programmed import ProgrammedExchange, Room
-from dispatch.team import WORDS, Kernel, Program, program_of
+from dispatch.team import Kernel, Program, program_of
 from expert_placement import choose
 from expert_placement.choose import ReplicaChoice, choose_slots
 from expert_placement.kernels import compiled
@@ -32,24 +32,23 @@ from moe.cpu.experts import PackedExpertLayer
 from moe.load_counts import LayerCounts, count
 
 
-def _choose(at, tile):  # type: ignore[no-untyped-def]
+def _choose(  # type: ignore[no-untyped-def]
+    tile, ids, num_choices, num_experts, num_copies, first, slot, until, phase, facts, table, num_ranks,
+    slots_per_rank, slots,
+):  # fmt: skip
     if tile < 0:
         return 1
-    w = words(at, WORDS)
-    num_choices, num_experts, num_copies = w[1], w[2], w[3]
-    num_ranks, slots_per_rank, table = w[10], w[11], w[9]
-    num_decodes = words(w[8], 3)[2]
-    pairs = words(w[8], 3)[0] * num_choices
+    num_decodes, pairs = words(facts, 3)[2], words(facts, 3)[0] * num_choices
     choose_slots(
-        words(w[0], pairs),
-        words(w[4], num_experts + 1),
-        words(w[5], num_copies),
-        carray(pointer(w[6]), (num_copies,), types.float64),
-        carray(pointer(w[7]), (num_experts,), types.float64),
-        words(w[12], pairs),
+        words(ids, pairs),
+        words(first, num_experts + 1),
+        words(slot, num_copies),
+        carray(pointer(until), (num_copies,), types.float64),
+        carray(pointer(phase), (num_experts,), types.float64),
+        words(slots, pairs),
     )
     if table != 0:
-        count(w[0], w[12], pairs, num_decodes * num_choices, num_experts, num_ranks, slots_per_rank, table)
+        count(ids, slots, pairs, num_decodes * num_choices, num_experts, num_ranks, slots_per_rank, table)
     return 0
 
 
@@ -71,7 +70,7 @@ def choose_row(
         choice: Its tables must stay alive while the row is used. layer: Index of the table.
         counts: Counters; None disables counting.
         shape: R and S.
-        facts: See `moe.cpu.local_experts.sort_row`.
+        facts: See `moe.cpu.local_experts.SORT_PAIRS`.
         slots: Address of [T, K] int64, written.
     """
     table, phase_E = choice.table(layer), choice.phase_E

@@ -22,7 +22,7 @@ from numba.extending import intrinsic
 
 from attention.cpu_tiles import LANES, TILES_VERSION, constant, emit_exp, load, splat, store, vector_call
 from dispatch.native import compiled, floats, pointer, words
-from dispatch.team import WORDS, Kernel, Team, program_of, run
+from dispatch.team import Kernel, Team, program_of, run
 from scheduler.policy.request import SamplingParams
 
 # Below, logits over temperature leave float32's range; draws are greedy long before.
@@ -373,13 +373,11 @@ def _draw_binned(keys, count, top_k, top_p, mass, uniform, counts, masses):  # t
     return _walk_sorted(drawn, 0, drawn.shape[0], wanted - running)
 
 
-def _draw(at, tile):  # type: ignore[no-untyped-def]
-    w = words(at, WORDS)
+def _draw(tile, count, V, asked_at, reals, drawn_at):  # type: ignore[no-untyped-def]
     if tile < 0:
-        return w[0]
-    V = w[1]
-    asked, drawn = words(w[2] + tile * _ASKED * 8, _ASKED), words(w[4] + tile * 8, 1)
-    real = carray(pointer(w[3] + tile * _REALS * 8), (_REALS,), types.float64)
+        return count
+    asked, drawn = words(asked_at + tile * _ASKED * 8, _ASKED), words(drawn_at + tile * 8, 1)
+    real = carray(pointer(reals + tile * _REALS * 8), (_REALS,), types.float64)
     row, top_k = floats(asked[0], V), asked[1]
     inverse, top_p, min_p = np.float32(real[0]), real[1], np.float32(real[2])
     drawn[0] = NOTHING
@@ -418,12 +416,11 @@ def _draw(at, tile):  # type: ignore[no-untyped-def]
 _SCANNED = 4096  # tokens per block of an arg-max
 
 
-def _arg_max(at, tile):  # type: ignore[no-untyped-def]
+def _arg_max(tile, count, V, rows, found_at):  # type: ignore[no-untyped-def]
     # Finds the first of the largest logits, or the first NaN, as numpy does.
-    w = words(at, WORDS)
     if tile < 0:
-        return w[0]
-    V, row_at, found = w[1], words(w[2] + tile * 8, 1)[0], words(w[3] + tile * 8, 1)
+        return count
+    row_at, found = words(rows + tile * 8, 1)[0], words(found_at + tile * 8, 1)
     best, first, lanes = np.float32(-np.inf), 0, np.empty(4 * LANES, np.float32)
     for begin in range(0, V, _SCANNED):
         size = min(_SCANNED, V - begin)

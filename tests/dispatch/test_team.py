@@ -11,18 +11,17 @@ import numpy as np
 import pytest
 
 from dispatch.native import fetch_add, words
-from dispatch.team import WORDS, Kernel, Team, program_of, run, run_alone
+from dispatch.team import Kernel, Team, program_of, run, run_alone
 
 
-def _count(at, tile):  # type: ignore[no-untyped-def]
-    # Words: number of tiles, counts of each, a number that a tile of the previous kernel left, the number that this one leaves.
-    w = words(at, WORDS)
+def _count(tile, tiles, counts, left, before, each, wrong, leaves):  # type: ignore[no-untyped-def]
+    # Arguments: number of tiles, counts of each, a number that a tile of the previous kernel left, the number that this one leaves.
     if tile < 0:
-        return w[0]
-    fetch_add(w[1] + tile * 8, 1)
-    if words(w[2], 1)[0] != w[3] * w[4]:
-        fetch_add(w[5], 1)
-    fetch_add(w[6], 1)
+        return tiles
+    fetch_add(counts + tile * 8, 1)
+    if words(left, 1)[0] != before * each:
+        fetch_add(wrong, 1)
+    fetch_add(leaves, 1)
     return 0
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dispatch.team import Team, program_of, run_alone
 from moe.cpu.panels import PackedCoding, format_of, pack_codes, pack_scales, unpack_quantised
-from moe.cpu.products import linear, quantise_row
+from moe.cpu.products import QUANTISE, linear
 from moe.load.quantised_weight import QuantisedWeight, int4_weight, int8_weight
 from tests.moe.cpu.test_products import grouped
 
@@ -108,7 +108,7 @@ def quantise(x_TK: Tensor) -> Tensor:
     run_alone(
         program_of(
             [
-                quantise_row(
+                QUANTISE.row(
                     x_TK.data_ptr(), x_TK.shape[1] * 4, x_TK.shape[1], out.data_ptr(), rows.ctypes.data
                 )
             ]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dispatch.team import Team, program_of, run, run_alone
 from moe.cpu.panels import PackedCoding, format_of, pack, unpack
-from moe.cpu.products import gather_row, grouped_row, linear, linear_row, quantise_row
+from moe.cpu.products import GATHER, QUANTISE, grouped_row, linear, linear_row
 
 DTYPES = [torch.float32, torch.bfloat16]
 SHAPES = [(16, 1), (1, 1), (15, 7), (17, 64), (48, 33), (250, 128)]  # N, K
@@ -95,7 +95,7 @@ def grouped(
     rows, x = np.array([len(x_PK)]), x_PK.data_ptr()
     taken, before = np.empty((len(x_PK), kind.row_bytes), np.uint8), []
     if kind.takes_integers:
-        before = [quantise_row(x, kind.k * 4, kind.k, taken.ctypes.data, rows.ctypes.data)]
+        before = [QUANTISE.row(x, kind.k * 4, kind.k, taken.ctypes.data, rows.ctypes.data)]
         x = taken.ctypes.data
     row = grouped_row(
         x, kind, address_S.ctypes.data, scale_address_S.ctypes.data, slot_offsets.data_ptr(),
@@ -174,7 +174,7 @@ def test_gates_let_nan_through_and_keep_products_of_large_factors() -> None:
 def test_rows_are_gathered(team: Team | None) -> None:
     x, row_P = random(40, 24), torch.randint(0, 40, (5000,), generator=torch.Generator().manual_seed(1))
     out, count = torch.full((5001, 24), float("nan")), torch.tensor([5000])
-    row = gather_row(x.data_ptr(), 24 * 4, row_P.data_ptr(), count.data_ptr(), out.data_ptr())
+    row = GATHER.row(x.data_ptr(), 24 * 4, row_P.data_ptr(), count.data_ptr(), out.data_ptr())
     run(program_of([row]), team, 0)
     assert torch.equal(out[:5000], x[row_P]) and out[5000].isnan().all()
 
