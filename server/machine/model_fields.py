@@ -19,21 +19,23 @@ _TOP_K_FIELDS = (
 
 def num_experts(config: Mapping[str, Any]) -> int:
     """Return the number of routed experts per layer in a config. Returns 0 if the config has no such field."""
-    return max((largest(field_of(config, name)) for name in EXPERT_COUNT_FIELDS), default=0)
+    return max(most(config, name) for name in EXPERT_COUNT_FIELDS)
 
 
 def experts_per_token(config: Mapping[str, Any]) -> int:
     """Return the number of routed experts per token in a config. Returns 0 if the config has no such field."""
-    return max((largest(field_of(config, name)) for name in _TOP_K_FIELDS), default=0)
+    return max(most(config, name) for name in _TOP_K_FIELDS)
 
 
 def field_of(config: Mapping[str, Any], name: str) -> Any:
     """Return a field of the config or, for models with several parts, of the text model's config."""
     parts = (config, config.get("text_config"), config.get("llm_config"))
-    return next((part[name] for part in parts if isinstance(part, dict) and part.get(name) is not None), None)
+    found = (part.get(name) for part in parts if isinstance(part, Mapping))
+    return next((value for value in found if value is not None), None)
 
 
-def largest(value: Any) -> int:
-    """Return a count, or the maximum of a list with one count per layer."""
+def most(config: Mapping[str, Any], name: str) -> int:
+    """Return a count in a config, or the maximum of its counts per layer. Returns 0 if the config has no such field."""
+    value = field_of(config, name)
     counts = value if isinstance(value, list) else [value]
     return max((count for count in counts if isinstance(count, int)), default=0)

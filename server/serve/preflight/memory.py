@@ -11,13 +11,13 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from expert_placement.config import EplbConfigError, slots_of_rank
 from moe.mtp.names import MtpNames
-from server.machine.model_fields import field_of, largest, num_experts
+from server.machine.model_fields import most, num_experts
 from server.options.table import Options
 from server.serve.preflight.model import PreflightError, read_config, read_headers, slots_in
 
@@ -152,7 +152,7 @@ def weight_bytes(
     """
     shared = experts = 0
     layers: set[int] = set()
-    num_layers = largest(field_of(config, "num_hidden_layers")) or math.inf
+    num_layers = most(config, "num_hidden_layers") or math.inf
     tensors = read_headers(directory)
     mtp = mtp_names(tensors, config)
     for own_name, tensor in tensors.items():
@@ -179,7 +179,7 @@ def weight_bytes(
 
 def mtp_names(names: Iterable[str], config: dict[str, Any]) -> MtpNames:
     """Find a checkpoint's layers for multi-token prediction among the names of its tensors."""
-    return MtpNames(names, largest(field_of(config, "num_hidden_layers")) or sys.maxsize)
+    return MtpNames(names, most(config, "num_hidden_layers") or sys.maxsize)
 
 
 def _is_expert(name: str, shape: list[int], count: int) -> bool:
@@ -248,26 +248,22 @@ class AttentionHeads(NamedTuple):
 def attention_heads(options: Options) -> AttentionHeads:
     """Return the maxima over all layers of the model, which has passed `check_start`."""
     config = read_config(Path(options.model))
-
-    def most(name: str) -> int:
-        return largest(field_of(config, name))
-
-    heads, is_latent = max(1, most("num_attention_heads")), most("kv_lora_rank") > 0
-    length = options.engine.max_model_len or most("max_position_embeddings")
-    return AttentionHeads(heads, value_dims(config), is_latent, most("index_topk") > 0, length)
+    heads, is_latent = max(1, most(config, "num_attention_heads")), most(config, "kv_lora_rank") > 0
+    length = options.engine.max_model_len or most(config, "max_position_embeddings")
+    return AttentionHeads(heads, value_dims(config), is_latent, most(config, "index_topk") > 0, length)
 
 
 # Families with different kinds of layers: MiMo-V2 (with a window), Gemma 4 (without one).
 _VALUE_FIELDS = (("v_head_dim", "head_dim"), ("swa_v_head_dim", "swa_head_dim"), ("global_head_dim",))
 
 
-def value_dims(config: dict[str, Any]) -> tuple[int, ...]:
+def value_dims(config: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the possible value dimensions of a head, from a config; the latent's if latents are cached."""
-    if latent := largest(field_of(config, "kv_lora_rank")):
+    if latent := most(config, "kv_lora_rank"):
         return (latent,)
-    kinds = [max(largest(field_of(config, name)) for name in names) for names in _VALUE_FIELDS]
-    heads = max(1, largest(field_of(config, "num_attention_heads")))
-    kinds[0] = kinds[0] or largest(field_of(config, "hidden_size")) // heads
+    kinds = [max(most(config, name) for name in names) for names in _VALUE_FIELDS]
+    heads = max(1, most(config, "num_attention_heads"))
+    kinds[0] = kinds[0] or most(config, "hidden_size") // heads
     return tuple(dict.fromkeys(dim for dim in kinds if dim))
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from moe.load.quantisation import UnservedQuantisationError, find_configuration, read_quantisation
 from server.machine.lines import is_json, say
-from server.machine.model_fields import EXPERT_COUNT_FIELDS, field_of, largest, num_experts
+from server.machine.model_fields import EXPERT_COUNT_FIELDS, field_of, most, num_experts
 from server.options.checkpoint import STORED_METHODS
 from server.options.table import DEMO_MODEL
 
@@ -199,7 +199,7 @@ def check_quantisation(config: dict[str, Any], directory: Path, *, asked: str | 
 
 def check_length(config: dict[str, Any], max_model_len: int | None) -> None:
     """Raise if the requested length exceeds the model's."""
-    longest = max(largest(field_of(config, name)) for name in _LENGTH_FIELDS)
+    longest = max(most(config, name) for name in _LENGTH_FIELDS)
     if max_model_len is not None and 0 < longest < max_model_len:
         raise PreflightError(f"--max-model-len is {max_model_len}; the model's limit is {longest} tokens")
 

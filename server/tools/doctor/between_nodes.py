@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from server.machine.interfaces import Taken
 from server.machine.lines import say
-from server.machine.model_fields import experts_per_token, field_of, largest, num_experts
+from server.machine.model_fields import experts_per_token, most, num_experts
 from server.machine.report import Check, CheckStatus, as_json, failure, from_json, not_here, ok
 from server.machine.roots import WIDEEP_COMMAND
 from server.serve.preflight.equal import compare
@@ -162,7 +162,7 @@ def sizes_of(directory: Path | None) -> dict[str, int]:
     config = read_config(directory)
     top_k = experts_per_token(config)
     experts = max(1, num_experts(config))
-    hidden = largest(field_of(config, "hidden_size")) or _DEEPSEEK_V3["hidden"]
+    hidden = most(config, "hidden_size") or _DEEPSEEK_V3["hidden"]
     return {"hidden": hidden, "top_k": min(experts, top_k or _DEEPSEEK_V3["top_k"]), "experts": experts}
 
 

@@ -26,7 +26,7 @@ from moe.load.quantisation import MODELOPT_FILE, Quantisation, WeightFormat
 from moe.model import Skeleton
 from moe.text_part import decoder_layers
 from scheduler.policy.config import model_length
-from server.machine.model_fields import experts_per_token, field_of, largest
+from server.machine.model_fields import experts_per_token, field_of, most
 from server.serve.preflight.memory import DEQUANTISED, WeightBytes, value_dims, weight_bytes
 from server.serve.preflight.model import PreflightError, check_is_moe, check_quantisation, read_config
 from server.tools.size.model_costs import LayerCosts, Layers, ModelCosts
@@ -152,13 +152,13 @@ def _read(
         shapes=tuple(skeleton.cache_shapes),
         longest=model_length(text, max_model_len),
         heads=heads.num,
-        value_dims=value_dims(dict(config)),
+        value_dims=value_dims(config),
     )
 
 
 def _plain_bytes(config: Mapping[str, Any]) -> int:
     """Return the bytes per number of a checkpoint on a CPU: bfloat16 is kept, all other types become float32."""
-    dtype = field_of(dict(config), "dtype") or field_of(dict(config), "torch_dtype") or "bfloat16"
+    dtype = field_of(config, "dtype") or field_of(config, "torch_dtype") or "bfloat16"
     return 2 if dtype == "bfloat16" else 4
 
 
@@ -173,12 +173,15 @@ class _Heads(NamedTuple):
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "_Heads":
-        def most(name: str) -> int:
-            return largest(field_of(dict(config), name))
-
-        count = max(1, most("num_attention_heads"))
-        value_dim = max(most("v_head_dim"), most("head_dim")) or most("hidden_size") // count
-        return cls(count, most("kv_lora_rank"), most("qk_nope_head_dim"), most("qk_rope_head_dim"), value_dim)
+        count = max(1, most(config, "num_attention_heads"))
+        given_dim = max(most(config, "v_head_dim"), most(config, "head_dim"))
+        return cls(
+            num=count,
+            latent=most(config, "kv_lora_rank"),
+            unrotated_dim=most(config, "qk_nope_head_dim"),
+            rotary_dim=most(config, "qk_rope_head_dim"),
+            value_dim=given_dim or most(config, "hidden_size") // count,
+        )
 
 
 class _Storage:
@@ -235,7 +238,7 @@ def _costs(skeleton: Skeleton, config: Mapping[str, Any], plain_bytes: float) ->
     layers = decoder_layers(model)
     names = {id(module): name for name, module in model.named_modules()}
     _check_layers(skeleton, [names[id(layer)] for layer in layers])
-    heads, top_k = _Heads.of(config), experts_per_token(dict(config)) or 1
+    heads, top_k = _Heads.of(config), experts_per_token(config) or 1
     counted: dict[LayerCosts, int] = {}
     own_kind = expert_kind = storage.plain_kind
     in_layers = 0
@@ -339,7 +342,7 @@ def _context_costs(
     shape = shapes[index]
     state_bytes = shape.state.num_bytes if shape.state else 0
     read = shape if shape.source is None else shapes[shape.source]
-    topk = largest(field_of(dict(config), "index_topk")) if read.index_dim else 0
+    topk = most(config, "index_topk") if read.index_dim else 0
     numbers = read.num_kv_heads * (read.key_dim + read.value_dim)
     decode = 2 * heads.num * (read.key_dim + (heads.latent if read.latent else read.value_dim))
     expanded = 2 * heads.num * (heads.unrotated_dim + heads.rotary_dim + heads.value_dim)
