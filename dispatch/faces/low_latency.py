@@ -32,7 +32,14 @@ from dispatch.faces.rules import (
     forks_ask_nothing,
     name_choice,
 )
-from dispatch.low_latency.calls import HeldDispatch, LowLatencyExchange, LowLatencyShape, size_hint
+from dispatch.low_latency.calls import (
+    BlockCombine,
+    BlockDispatch,
+    HeldDispatch,
+    LowLatencyExchange,
+    LowLatencyShape,
+    size_hint,
+)
 
 LowLatencyHandle = tuple[Tensor, Tensor, int, int, int]
 Hook = Callable[[], None]
@@ -219,10 +226,10 @@ class LowLatencyMode(HeldCalls):
             hidden=hidden, choices=topk_idx.shape[1], dtype=x.dtype, is_fp8=use_fp8, is_ue8m0=use_ue8m0,
         )  # fmt: skip
         topk_idx = self._checked_choices(topk_idx, num_experts)
-        held, posted = self.exchange.post_dispatch(
-            shape, x, topk_idx, round_scale=round_scale, may_wait=return_recv_hook, stats_L=counts,
-            waited_R=self._row_of(waits),
+        call = BlockDispatch(
+            shape, x, topk_idx, round_scale, may_wait=return_recv_hook, stats_L=counts, waited_R=self._row_of(waits)
         )  # fmt: skip
+        held, posted = self.exchange.post_dispatch(call)
         if not return_recv_hook:
             posted()
         handle = (held.source_token_LN, held.layout_range_LR, shape.max_tokens, shape.hidden, num_experts)
@@ -270,18 +277,18 @@ class LowLatencyMode(HeldCalls):
         held = self._held_of(handle)
         if zero_copy:
             x = self._filled_buffer(held, x)
-        call, waits = CombineCall(x=x, topk_weights=topk_weights, biases=()), combine_wait_recv_cost_stats
+        given, waits = CombineCall(x=x, topk_weights=topk_weights, biases=()), combine_wait_recv_cost_stats
         self._refuse_first(
-            checks.low_latency_combine(call, topk_idx, out, held.shape, held.num_tokens, self._world),
+            checks.low_latency_combine(given, topk_idx, out, held.shape, held.num_tokens, self._world),
             checks.low_latency_end(
                 "combine_wait_recv_cost_stats", waits, async_finish, return_recv_hook, self._world
             ),
         )
         topk_idx = self._dispatched_choices(topk_idx, held)
-        combined_x, posted = self.exchange.post_combine(
-            held, x, topk_idx, topk_weights, may_wait=return_recv_hook, out_TH=out,
-            waited_R=self._row_of(waits),
+        call = BlockCombine(
+            held, x, topk_idx, topk_weights, may_wait=return_recv_hook, out_TH=out, waited_R=self._row_of(waits)
         )  # fmt: skip
+        combined_x, posted = self.exchange.post_combine(call)
         if not return_recv_hook:
             posted()
         return combined_x, finished(async_finish), posted if return_recv_hook else None

@@ -24,7 +24,14 @@ from dispatch.gpu.calls import DeviceCalls, kind_of
 from dispatch.gpu.casts import STORED, as_stored
 from dispatch.gpu.pairs import DeviceRoom, chunk_of, order_pairs
 from dispatch.gpu.symmetric import CombineContents, DispatchContents, OpenMemory
-from dispatch.low_latency.calls import HeldDispatch, LowLatencyShape, Posted, Results
+from dispatch.low_latency.calls import (
+    BlockCombine,
+    BlockDispatch,
+    HeldDispatch,
+    LowLatencyShape,
+    Posted,
+    Results,
+)
 
 _TILE_GROUPS = 8  # blocks of 128 channels that a program casts or sums at once: 1,024 elements
 _WARPS = 8
@@ -230,68 +237,46 @@ class LowLatencyBlocks(DeviceExchange):
     def find_bad_choice(self, topk_TK: Tensor, num_experts: int) -> int:
         return self._find((topk_TK < -1) | (topk_TK >= num_experts)) if self.is_blocking else -1
 
-    def find_other_choice(self, topk_TK: Tensor, slot: HeldDispatch) -> int:
+    def find_other_choice(self, topk_TK: Tensor, held: HeldDispatch) -> int:
         if not self.is_blocking:
             return -1
-        return self._find((topk_TK != -1) & (topk_TK != slot.sent_TK[: topk_TK.shape[0]]))
+        return self._find((topk_TK != -1) & (topk_TK != held.sent_TK[: topk_TK.shape[0]]))
 
-    def post_dispatch(
-        self,
-        shape: LowLatencyShape,
-        x_TH: Tensor,
-        topk_TK: Tensor,
-        *,
-        round_scale: bool,
-        may_wait: bool,
-        stats_L: Tensor | None = None,
-        waited_R: Tensor | None = None,
-    ) -> tuple[HeldBlocks, Posted]:
+    def post_dispatch(self, call: BlockDispatch) -> tuple[HeldBlocks, Posted]:
         self.settle()
-        slot = self._results.next_held(shape)
-        slot.num_tokens = x_TH.shape[0]
-        self._send_rows("dispatch", shape, x_TH, topk_TK, slot.sent_TK, round_scale=round_scale)
-        return slot, self._post("dispatch", shape, partial(self._deliver, slot, stats_L), waited_R)
-
-    def post_combine(
-        self,
-        slot: HeldDispatch,
-        y_LNH: Tensor,
-        topk_TK: Tensor,
-        weights_TK: Tensor,
-        *,
-        may_wait: bool,
-        out_TH: Tensor | None = None,
-        waited_R: Tensor | None = None,
-    ) -> tuple[Tensor, Posted]:
-        assert isinstance(slot, HeldBlocks), "it comes from this exchange"
-        shape, doing = slot.shape, f"combine of {y_LNH.dtype}"
-        self._send_answers(doing, shape, y_LNH, slot.at_NK)
-        if out_TH is None:
-            out_TH = self._results.next_output(shape, y_LNH.dtype, topk_TK.shape[0])
-        add_up = partial(self._sum_answers, shape, topk_TK, slot.sent_TK, weights_TK, out_TH)
-        return out_TH, self._post(doing, shape, add_up, waited_R)
-
-    def _deliver(self, slot: HeldBlocks, stats_L: Tensor | None) -> None:
-        """Write the received rows to the slot."""
-        shape, contents = slot.shape, DispatchContents(shape=slot.shape)
-        R, L, M, K, N = (
-            shape.world_size,
-            shape.experts_per_rank,
-            shape.max_tokens,
-            shape.choices,
-            shape.rows_per_expert,
+        shape, held = call.shape, self._results.next_held(call.shape)
+        held.num_tokens = call.x_TH.shape[0]
+        self._send_rows(
+            "dispatch", shape, call.x_TH, call.topk_TK, held.sent_TK, round_scale=call.round_scale
         )
+        deliver = partial(self._deliver, held, call.stats_L)
+        return held, self._post("dispatch", shape, deliver, call.waited_R)
+
+    def post_combine(self, call: BlockCombine) -> tuple[Tensor, Posted]:
+        held, out_TH = call.held, call.out_TH
+        assert isinstance(held, HeldBlocks), "it comes from this exchange"
+        shape, doing = held.shape, f"combine of {call.y_LNH.dtype}"
+        self._send_answers(doing, shape, call.y_LNH, held.at_NK)
+        if out_TH is None:
+            out_TH = self._results.next_output(shape, call.y_LNH.dtype, call.topk_TK.shape[0])
+        add_up = partial(self._sum_answers, shape, call.topk_TK, held.sent_TK, call.weights_TK, out_TH)
+        return out_TH, self._post(doing, shape, add_up, call.waited_R)
+
+    def _deliver(self, held: HeldBlocks, stats_L: Tensor | None) -> None:
+        shape, contents = held.shape, DispatchContents(shape=held.shape)
+        R, L, M, K = shape.world_size, shape.experts_per_rank, shape.max_tokens, shape.choices
+        N = shape.rows_per_expert
         kernels.order_blocks[(L, R)](
-            self._contents, self.arrived, *self._half, slot.at_NK, slot.count_L, slot.layout_range_LR,
-            slot.source_token_LN, stats_L, R=R, L=L, M=M, K=K, K_PAD=_padded(shape),
+            self._contents, self.arrived, *self._half, held.at_NK, held.count_L, held.layout_range_LR,
+            held.source_token_LN, stats_L, R=R, L=L, M=M, K=K, K_PAD=_padded(shape),
             TILE=min(_TOKENS, triton.next_power_of_2(M)), HAS_STATS=stats_L is not None, num_warps=4,
         )  # fmt: skip
-        scales = slot.scales
+        scales = held.scales
         if scales is not None:
             scales = scales.transpose(1, 2).view(torch.uint8 if shape.is_ue8m0 else torch.int32)
         kernels.deliver_blocks[(N, K)](
-            self._contents + contents.rows_at, slot.at_NK, *self._half,
-            slot.x_LNH.view(torch.uint8 if shape.is_fp8 else STORED[shape.dtype]), scales, N=N, K=K, K_PAD=_padded(shape),
+            self._contents + contents.rows_at, held.at_NK, *self._half,
+            held.x_LNH.view(torch.uint8 if shape.is_fp8 else STORED[shape.dtype]), scales, N=N, K=K, K_PAD=_padded(shape),
             H=shape.hidden, ROW_BYTES=contents.row_bytes, SCALES_AT=shape.scales_at, SCALES=shape.num_scales,
             SCALES_PAD=triton.next_power_of_2(4 * fp8.num_words(shape.hidden)), IS_FP8=shape.is_fp8,
             IS_UE8M0=shape.is_ue8m0, num_warps=_WARPS,

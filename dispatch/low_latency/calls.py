@@ -17,7 +17,7 @@ in the same order, so no rank waits for a message that has not been sent.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import cycle
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -203,6 +203,48 @@ class Results(Generic[Held]):
         return next(turns)[:num_tokens]
 
 
+class BlockDispatch(NamedTuple):
+    """A dispatch of this rank's rows into the blocks of their experts.
+
+    Attributes:
+        x_TH: [T <= M, H] of the shape's dtype, contiguous.
+        topk_TK: int64 [T, K] in [-1, R*L), contiguous.
+        round_scale: See `fp8`.
+        may_wait: Whether the result is read later; x_TH may change before that.
+        stats_L: int32; the received counts are added.
+        waited_R: int64; the waits in nanoseconds are added.
+    """
+
+    shape: LowLatencyShape
+    x_TH: Tensor
+    topk_TK: Tensor
+    round_scale: bool
+    may_wait: bool
+    stats_L: Tensor | None = None
+    waited_R: Tensor | None = None
+
+
+class BlockCombine(NamedTuple):
+    """A combine of this rank's answers.
+
+    Attributes:
+        held: The dispatch that is answered.
+        y_LNH: Floating [L, N, H], contiguous; rows beyond the counts are not read.
+        topk_TK: int64 [T, K], contiguous: the dispatched choices, or -1 to leave an answer out.
+        weights_TK: float32 [T, K], contiguous.
+        may_wait, waited_R: As in `BlockDispatch`, for y_LNH.
+        out_TH: [T, H] in the dtype of y_LNH, contiguous.
+    """
+
+    held: HeldDispatch
+    y_LNH: Tensor
+    topk_TK: Tensor
+    weights_TK: Tensor
+    may_wait: bool
+    out_TH: Tensor | None = None
+    waited_R: Tensor | None = None
+
+
 class Posted:
     """A call that has sent its messages.
 
@@ -285,56 +327,12 @@ class LowLatencyExchange(Protocol):
         """Return the flat index of the first choice that is neither -1 nor the dispatched one, or -1. Local."""
         ...
 
-    def post_dispatch(
-        self,
-        shape: LowLatencyShape,
-        x_TH: Tensor,
-        topk_TK: Tensor,
-        *,
-        round_scale: bool,
-        may_wait: bool,
-        stats_L: Tensor | None = None,
-        waited_R: Tensor | None = None,
-    ) -> tuple[HeldDispatch, Posted]:
-        """Send this rank's rows.
-
-        Args:
-            x_TH: [T <= M, H] of the shape's dtype, contiguous.
-            topk_TK: int64 [T, K] in [-1, R*L), contiguous.
-            round_scale: See `fp8`.
-            may_wait: Whether the result is read later; x_TH may change before that.
-            stats_L: int32; the received counts are added.
-            waited_R: int64; the waits in nanoseconds are added.
-
-        Returns:
-            The results, and the call that fills them.
-        """
+    def post_dispatch(self, call: BlockDispatch) -> tuple[HeldDispatch, Posted]:
+        """Send this rank's rows. Return the results, and the call that fills them."""
         ...
 
-    def post_combine(
-        self,
-        held: HeldDispatch,
-        y_LNH: Tensor,
-        topk_TK: Tensor,
-        weights_TK: Tensor,
-        *,
-        may_wait: bool,
-        out_TH: Tensor | None = None,
-        waited_R: Tensor | None = None,
-    ) -> tuple[Tensor, Posted]:
-        """Send this rank's answers.
-
-        Args:
-            held: The dispatch that is answered.
-            y_LNH: Floating [L, N, H], contiguous; rows beyond the counts are not read.
-            topk_TK: int64 [T, K], contiguous: the dispatched choices, or -1 to leave an answer out.
-            weights_TK: float32 [T, K], contiguous.
-            may_wait: As in `post_dispatch`, for y_LNH.
-            out_TH: [T, H] in the dtype of y_LNH, contiguous.
-
-        Returns:
-            The sums, and the call that fills them.
-        """
+    def post_combine(self, call: BlockCombine) -> tuple[Tensor, Posted]:
+        """Send this rank's answers. Return the sums, and the call that fills them."""
         ...
 
     def barrier(self) -> None:

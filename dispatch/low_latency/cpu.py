@@ -17,7 +17,15 @@ from torch import Tensor
 
 from dispatch import cpu_kernels as kernels
 from dispatch.exchange import Exchange
-from dispatch.low_latency.calls import HeldDispatch, LowLatencyShape, OneTravels, Posted, Results
+from dispatch.low_latency.calls import (
+    BlockCombine,
+    BlockDispatch,
+    HeldDispatch,
+    LowLatencyShape,
+    OneTravels,
+    Posted,
+    Results,
+)
 from dispatch.row_formats import Fp8Rows, PlainRows, scales_at
 from dispatch.wires.wire import RankTable, Wire
 
@@ -79,46 +87,27 @@ class CpuExchange(OneTravels):
     def write_mask(self, status_R: Tensor) -> None:
         status_R.copy_(torch.from_numpy(self.wire.mask.values))
 
-    def post_dispatch(
-        self,
-        shape: LowLatencyShape,
-        x_TH: Tensor,
-        topk_TK: Tensor,
-        *,
-        round_scale: bool,
-        may_wait: bool,
-        stats_L: Tensor | None = None,
-        waited_R: Tensor | None = None,
-    ) -> tuple[CpuHeld, Posted]:
+    def post_dispatch(self, call: BlockDispatch) -> tuple[CpuHeld, Posted]:
         self.settle()
-        held = self._results.next_held(shape)
-        held.num_tokens = x_TH.shape[0]
+        held, capacity = self._results.next_held(call.shape), call.shape.max_tokens
+        held.num_tokens = call.x_TH.shape[0]
         if isinstance(held.format, Fp8Rows):
-            held.format.round_scale = round_scale
+            held.format.round_scale = call.round_scale
         bad = held.exchange.send_rows(
-            x_TH, topk_TK, call=_DISPATCH, capacity=shape.max_tokens, is_unique=True, keeps=may_wait
+            call.x_TH, call.topk_TK, call=_DISPATCH, capacity=capacity, is_unique=True, keeps=call.may_wait
         )
         assert bad < 0, "choices were checked before"
-        held.sent_TK[: held.num_tokens].copy_(topk_TK)
-        return held, self._travel(partial(self._receive_rows, held, stats_L, waited_R))
+        held.sent_TK[: held.num_tokens].copy_(call.topk_TK)
+        return held, self._travel(partial(self._receive_rows, held, call.stats_L, call.waited_R))
 
-    def post_combine(
-        self,
-        held: HeldDispatch,
-        y_LNH: Tensor,
-        topk_TK: Tensor,
-        weights_TK: Tensor,
-        *,
-        may_wait: bool,
-        out_TH: Tensor | None = None,
-        waited_R: Tensor | None = None,
-    ) -> tuple[Tensor, Posted]:
+    def post_combine(self, call: BlockCombine) -> tuple[Tensor, Posted]:
+        held, out_TH = call.held, call.out_TH
         assert isinstance(held, CpuHeld), "it comes from this exchange"
         self.settle()
-        held.exchange.send_answers(y_LNH, call=_COMBINE, keeps=may_wait)
+        held.exchange.send_answers(call.y_LNH, call=_COMBINE, keeps=call.may_wait)
         if out_TH is None:
-            out_TH = self._results.next_output(held.shape, y_LNH.dtype, topk_TK.shape[0])
-        return out_TH, self._travel(partial(self._sum_answers, held, weights_TK, out_TH, waited_R))
+            out_TH = self._results.next_output(held.shape, call.y_LNH.dtype, call.topk_TK.shape[0])
+        return out_TH, self._travel(partial(self._sum_answers, held, call.weights_TK, out_TH, call.waited_R))
 
     def barrier(self) -> None:
         self.settle()
