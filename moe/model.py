@@ -41,7 +41,7 @@ from moe.load.plan import LoadPlan
 from moe.load.stored_tensors import StoredTensors
 from moe.load_counts import LoadCounts
 from moe.mtp.layers import Origin, drafting_of
-from moe.rehearsal import rehearse
+from moe.rehearsal.rehearse import rehearse
 from moe.scaled_experts import use_experts
 from moe.slot_choice import slot_choices
 from moe.text_part import body_of, project, use_attention

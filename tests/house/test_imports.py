@@ -60,7 +60,6 @@ ORDER = (
     ("moe.survey",),
     ("moe.demo_model", "moe.model"),
     ("moe.cpu", "moe.gpu", "moe.rehearsal"),
-    ("moe.rehearsed",),
     ("moe.adopt", "moe.expert_weights"),
     ("moe.backend",),
     ("moe.families",),

@@ -21,7 +21,8 @@ from kvcache.paged_cache import LayerShape
 from moe.families import UnsupportedModelError, build_on_meta
 from moe.load.checkpoint import Checkpoint
 from moe.model import Skeleton
-from moe.rehearsal import Notes, Sight, sight_of
+from moe.rehearsal.notes import Notes, Sight
+from moe.rehearsal.stand_ins import sight_of
 from scheduler.policy.config import ConfigError
 from tests.support.engines.serving import build, misroute, teacher_forced
 from tests.support.models.families import RECURRENT_FAMILIES, make_model, write_checkpoint

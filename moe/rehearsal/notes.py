@@ -1,43 +1,17 @@
-"""Run a model once on the meta device to learn what its layers need of our organs, before any weight is read.
+"""Record what a model's layers need of the cache and of attention, and refuse what the kernels do not support."""
 
-A family may need more than the organs provide: a bias on the attention scores, selected blocks, a recurrent state in
-the cache that it computes itself, or its own mask. Such a model would return wrong answers without an error. So the
-skeleton's forward runs on a few rows with organs that only record: what every layer caches, which tokens its mask shows
-to a row, which keywords it passes. Windows are read from the mask, not from fields (phimoe has a sliding mask and
-passes no `sliding_window`): `transformers`' mask functions are evaluated on selected pairs of tokens.
-Rejected: a list of supported families (late for each new one), and trusting configuration fields.
-"""
-
-import inspect
-from collections.abc import Callable, Container
+from collections.abc import Container
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedModel
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from attention.recurrences import mixers
-from attention.sparse import index as sparse_index
-from attention.sparse import pools as pooled_index
 from attention.sparse.index import AnyMask
-from attention.sparse.pools import ChosenMask
-from attention.transformers_names import CACHE, MIXER_CACHES
 from kvcache.paged_cache import LayerShape, StateShape
 from kvcache.step import ROW_MULTIPLE
-from moe import long_rotary
-from moe.families import FOREIGN_ERRORS, UnsupportedModelError
-from moe.mtp.layers import drafting_of
-from moe.rehearsed import RECURRENCES, choose, choose_pools
-from moe.scaled_experts import use_experts
-from moe.text_part import decoder_layers, leave_idle_experts, use_attention
+from moe.families import UnsupportedModelError
 
-NAME = "wideep_rehearsal"
 # Attention keywords that the organ supports, and those without effect on results at inference.
 SERVED = frozenset({"indices", "sliding_window", "s_aux"})
 WITHOUT_EFFECT = frozenset(
@@ -319,144 +293,3 @@ class Notes:
             chunk=attended.chunk,
             state=state,
         )
-
-
-def sight_of(mask_function: Callable[..., Any], local_size: int) -> Sight:
-    """Return which tokens a mask function of `transformers` shows.
-
-    Args:
-        mask_function: `(batch, head, query position, key position) -> visible`, on tensors.
-        local_size: Window or chunk size that it may have, in tokens; 0 for none.
-    """
-    rows = sorted({0, 1, 63, local_size, local_size + 1, 2 * local_size + 3, 5000})
-    edges = (0, 1, 2, local_size // 2, local_size - 1, local_size, local_size + 1, 4000)
-    pairs = [(row, row - back) for row in rows for back in edges if row >= back]
-    pairs += [(row, key) for row in rows for key in (0, row + 1)]
-    query, key = torch.tensor(pairs).T
-    with _NoPadding():
-        seen = mask_function(0, 0, query, key)
-    if not isinstance(seen, Tensor) or seen.device != query.device:
-        return Sight(None)
-    is_causal = key <= query
-    wanted = {Sight(0): is_causal}
-    if local_size:
-        wanted[Sight(local_size)] = is_causal & (key > query - local_size)
-        wanted[Sight(0, local_size)] = is_causal & (key // local_size == query // local_size)
-    return next((sight for sight, pairs in wanted.items() if torch.equal(seen, pairs)), Sight(None))
-
-
-class _NoPadding(TorchFunctionMode):
-    """Read values per sequence that a mask function looks up on meta (the number of padding tokens) as 0."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is Tensor.__getitem__ and args[0].is_meta and args[0].dim() == 1:
-            return torch.zeros((), dtype=args[0].dtype, device="cpu")
-        return func(*args, **(kwargs or {}))
-
-
-def _make_mask(*, mask_function: Callable[..., Any], local_size: int | None = None, **_options: Any) -> Sight:
-    with torch.device("cpu"):
-        return sight_of(mask_function, local_size or 0)
-
-
-def _attend(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Sight | ChosenMask | None = None,
-    *,
-    scaling: float,
-    pages: Notes,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    if isinstance(attention_mask, ChosenMask):
-        options["indices"] = attention_mask.indices
-        attention_mask = Sight(0)
-    pages.attend(module, query, key, value, attention_mask, options)
-    return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
-
-
-@torch.no_grad()
-def rehearse(model: PreTrainedModel) -> list[LayerShape]:
-    """Run a model on meta and return what each layer caches. Leaves the rehearsal's organs set.
-
-    Removes from the model experts that no text token reaches.
-
-    Raises:
-        UnsupportedModelError: The model needs something that the organs do not support; the message names it.
-    """
-    ALL_ATTENTION_FUNCTIONS.register(NAME, _attend)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, _make_mask)
-    called: set[torch.nn.Module] = set()
-
-    def serve_experts(_module: Any, hidden_TD: Tensor, _ids_TK: Tensor, _weights_TK: Tensor) -> Tensor:
-        return torch.empty_like(hidden_TD)
-
-    def note_call(module: torch.nn.Module, _inputs: Any) -> None:
-        called.add(module)
-
-    ALL_EXPERTS_FUNCTIONS.register(NAME, serve_experts)
-    use_attention(model, NAME)
-    use_experts(model, NAME)
-    mixers.exchange(model, RECURRENCES)
-    long_rotary.rehearse(model)
-    sparse_index.exchange(model, choose)
-    pooled_index.exchange(model, choose_pools)
-    model_type = model.config.model_type
-    notes = Notes(model_type)
-    rows = torch.zeros(1, ROW_MULTIPLE, dtype=torch.int64, device="meta")
-    hook = register_module_forward_pre_hook(note_call)
-    try:
-        logits = model(
-            input_ids=rows,
-            position_ids=rows,
-            use_cache=not mixers.lightning_modules(model),
-            logits_to_keep=rows[0, :2],
-            pages=notes,
-            **{CACHE: notes},
-        ).logits
-        _rehearse_drafts(model, rows[0], notes)
-    except UnsupportedModelError:
-        raise
-    except FOREIGN_ERRORS as error:
-        raise UnsupportedModelError(
-            f"{model_type} does not run on a packed batch with a paged cache "
-            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'})"
-        ) from error
-    finally:
-        hook.remove()
-    leave_idle_experts(model, called)
-    config = model.config.get_text_config(decoder=True)
-    if logits.shape != (1, 2, config.vocab_size):
-        raise UnsupportedModelError(f"{model_type} has logits of shape {list(logits.shape)} for two tokens")
-    long_rotary.restore(model)
-    layers = decoder_layers(model)
-    if (drafting := drafting_of(model)) is not None:
-        layers += drafting.layers.values()
-    row_by_row = [index for index, layer in enumerate(layers) if _is_row_by_row(layer)]
-    num_drafting = 0 if drafting is None else drafting.num_blocks
-    return notes.shapes(config.num_hidden_layers + num_drafting, row_by_row)
-
-
-def _rehearse_drafts(model: PreTrainedModel, row_T: Tensor, notes: Notes) -> None:
-    """Run every multi-token-prediction layer once, if the model has any."""
-    drafting = drafting_of(model)
-    if drafting is None:
-        return
-    width = model.get_input_embeddings().weight.shape[1]
-    hidden_TD = torch.empty(len(row_T), width, device="meta", dtype=model.dtype)
-    for depth in range(drafting.num_layers):
-        drafting(depth, row_T, hidden_TD, row_T, notes)
-
-
-def _is_row_by_row(layer: torch.nn.Module) -> bool:
-    """Return whether a layer is only experts or a gated MLP: no part can take a cache or see neighbouring rows."""
-    parts = [module for module in layer.modules() if module is not layer]
-    return not any(
-        isinstance(module, torch.nn.Conv1d)
-        or set(MIXER_CACHES) & set(inspect.signature(type(module).forward).parameters)
-        for module in parts
-    )
