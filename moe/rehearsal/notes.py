@@ -1,7 +1,8 @@
 """Record what a model's layers need of the cache and of attention, and refuse what the kernels do not support."""
 
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -13,20 +14,11 @@ from kvcache.step import ROW_MULTIPLE
 from moe.families import UnsupportedModelError
 
 # Attention keywords that the organ supports, and those without effect on results at inference.
-SERVED = frozenset({"indices", "sliding_window", "s_aux"})
-WITHOUT_EFFECT = frozenset(
-    {
-        "cache_position",
-        "dropout",
-        "input_ids",
-        "is_causal",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "position_ids",
-        "use_cache",
-    }
-)
+SERVED = {"indices", "sliding_window", "s_aux"}
+WITHOUT_EFFECT = {
+    "cache_position", "dropout", "input_ids", "is_causal", "output_attentions", "output_hidden_states",
+    "output_router_logits", "position_ids", "use_cache",
+}  # fmt: skip
 
 
 class MissingStateError(UnsupportedModelError, AttributeError):
@@ -167,66 +159,45 @@ class Notes:
         )
 
     def attend(
-        self,
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Sight | None,
-        options: dict[str, Any],
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any]
     ) -> None:
         """Record one layer's attention.
+
+        Args:
+            mask: A `Sight`, unless the layer made its own mask.
+            options: Further keywords of the call.
 
         Raises:
             UnsupportedModelError: The layer needs something that the attention organ does not support.
         """
-        layer, where = int(module.layer_idx), f"{self.model_type}: the attention of layer {module.layer_idx}"
-        asked = {name for name, option in options.items() if option is not None}
-        unknown = sorted(asked - SERVED - WITHOUT_EFFECT)
-        if unknown or options.get("is_causal") is False:
-            raise UnsupportedModelError(
-                f"{where} needs {', '.join(unknown) or 'is_causal=False'}, which the attention kernels do not support"
-            )
-        if not isinstance(mask, Sight):
-            raise UnsupportedModelError(
-                f"{where} builds its own mask; only masks made by transformers are known to be causal"
-            )
-        if mask.window is None:
-            raise UnsupportedModelError(
-                f"{where} has a mask that is neither causal, nor a sliding window, nor in chunks"
-            )
-        chosen, is_latent = options.get("indices"), hasattr(module, "expand_kv")
-        if chosen is not None and not (is_latent and any(chosen is each for each in self._chosen)):
-            raise UnsupportedModelError(
-                f"{where} picks tokens by an index that is not over the latents of its own sequence"
-            )
-        if chosen is not None and mask.window:
-            raise UnsupportedModelError(
-                f"{where} has both an index and a sliding window, which the attention kernels do not support"
-            )
-        if mask.chunk and is_latent:
-            raise UnsupportedModelError(
-                f"{where} attends to latents in chunks, which the attention kernels do not support"
-            )
-        if chosen is None and layer in self.indexed:
-            raise UnsupportedModelError(f"{where} has an index but does not pass the tokens that it chose")
-        sinks = options.get("s_aux")
-        if sinks is not None and is_latent and chosen is None:
-            raise UnsupportedModelError(
-                f"{where} has sinks and latents, which the attention kernels do not support together"
-            )
-        if sinks is not None and sinks.shape != query.shape[1:2]:
-            raise UnsupportedModelError(f"{where} has sinks of shape {list(sinks.shape)}, not one per head")
-        if query.shape[1] % key.shape[1] or query.shape[3] != key.shape[3]:
-            raise UnsupportedModelError(
-                f"{where} has queries {list(query.shape)} and keys {list(key.shape)}, which do not match"
-            )
+        layer, is_latent = int(module.layer_idx), hasattr(module, "expand_kv")
         source = None if layer in self.cached else self._source(key, value)
-        if layer in self.attended or (source is None and layer not in self.cached):
-            raise UnsupportedModelError(f"{where} reads keys and values that no layer caches, or runs twice")
-        if source is not None and is_latent:
-            raise UnsupportedModelError(f"{where} reads another layer's latents, which is not supported")
+        problems = chain(
+            _problems_of_call(query, key, mask, options),
+            self._problems_of_layer(layer, is_latent, source, mask, options),
+        )
+        for problem in problems:
+            raise UnsupportedModelError(f"{self.model_type}: the attention of layer {layer} {problem}")
         self.attended[layer] = Attended(is_latent, mask.window, mask.chunk, source)
+
+    def _problems_of_layer(
+        self, layer: int, is_latent: bool, source: int | None, mask: Sight, options: dict[str, Any]
+    ) -> Iterator[str]:
+        chosen, has_sinks = options.get("indices"), options.get("s_aux") is not None
+        if chosen is not None and not (is_latent and any(chosen is each for each in self._chosen)):
+            yield "picks tokens by an index that is not over the latents of its own sequence"
+        if chosen is not None and mask.window:
+            yield "has both an index and a sliding window, which the attention kernels do not support"
+        if chosen is None and layer in self.indexed:
+            yield "has an index but does not pass the tokens that it chose"
+        if is_latent and mask.chunk:
+            yield "attends to latents in chunks, which the attention kernels do not support"
+        if is_latent and has_sinks and chosen is None:
+            yield "has sinks and latents, which the attention kernels do not support together"
+        if layer in self.attended or (source is None and layer not in self.cached):
+            yield "reads keys and values that no layer caches, or runs twice"
+        if is_latent and source is not None:
+            yield "reads another layer's latents, which is not supported"
 
     def _source(self, key: Tensor, value: Tensor) -> int | None:
         """Return the layer that cached these very tensors."""
@@ -293,3 +264,18 @@ class Notes:
             chunk=attended.chunk,
             state=state,
         )
+
+
+def _problems_of_call(query: Tensor, key: Tensor, mask: Any, options: dict[str, Any]) -> Iterator[str]:
+    given = {name for name, option in options.items() if option is not None}
+    unknown, sinks = sorted(given - SERVED - WITHOUT_EFFECT), options.get("s_aux")
+    if unknown or options.get("is_causal") is False:
+        yield f"needs {', '.join(unknown) or 'is_causal=False'}, which the attention kernels do not support"
+    if not isinstance(mask, Sight):
+        yield "builds its own mask; only masks made by transformers are known to be causal"
+    elif mask.window is None:
+        yield "has a mask that is neither causal, nor a sliding window, nor in chunks"
+    if sinks is not None and sinks.shape != query.shape[1:2]:
+        yield f"has sinks of shape {list(sinks.shape)}, not one per head"
+    if query.shape[1] % key.shape[1] or query.shape[3] != key.shape[3]:
+        yield f"has queries {list(query.shape)} and keys {list(key.shape)}, which do not match"
