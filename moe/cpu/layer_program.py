@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from attention.cpu_attention import NUM_TILES, TILES, Queries, attention_row, tile_tokens
-from attention.cpu_heads import COSINES, SINES, HeadNorms, heads_row
-from attention.cpu_latents import ROWS_AT_ONCE, LatentRooms, latent_rows, place_row, room_floats
+from attention.cpu_attention import ATTEND, NUM_TILES, TILES, Queries, attention_row, tile_tokens
+from attention.cpu_heads import COSINES, HEADS, SINES, HeadNorms, heads_row
+from attention.cpu_latents import PLACE, ROWS_AT_ONCE, LatentRooms, latent_rows, place_row, room_floats
 from attention.cpu_lone_latents import MOST, lone_floats
-from attention.cpu_norm import NORMED, norm_rows
+from attention.cpu_norm import NORM, NORMED, norm_rows
 from attention.cpu_tiles import LANES
 from attention.recurrences.cpu import Side, convolve_row, delta_row
 from attention.recurrences.cpu_delta_net import GATE, NORM_GATED, ORDER, RATES
@@ -40,19 +40,19 @@ from moe.expert_weights import grown_sample, is_grown
 
 
 class Places(NamedTuple):
-    """Indexes of a layer's rows into which every step writes addresses."""
+    """Indexes of a layer's rows into which every step writes addresses; empty if the layer has no such row."""
 
-    heads: int  # takes angles; -1 if no row does
-    attention: int  # takes the step's tiles, if its kernel has them; latents and recurrences do not
-    second_norm: int  # takes the residual; the first norm is row 0
+    norms: np.ndarray  # take the residual
+    heads: np.ndarray  # take angles
+    attention: np.ndarray  # take the step's tiles
 
-
-class _Attended(NamedTuple):
-    """Rows of a program from normed rows to the output of attention."""
-
-    values: Tensor  # [R, H * V]
-    rows: Rows
-    at: int  # row that takes angles, -1 if none does; attention follows it
+    @classmethod
+    def of(cls, program: Program) -> "Places":
+        """Find them by their kernels, before anything was written into them."""
+        kernel = program[:, 0]
+        is_norm = (kernel == NORM.address) & (program[:, NORMED] == 0)
+        is_heads = (kernel == HEADS.address) | (kernel == PLACE.address)
+        return cls(*map(np.flatnonzero, (is_norm, is_heads, kernel == ATTEND.address)))
 
 
 class _Programs(NamedTuple):
@@ -219,16 +219,15 @@ class LayerProgram:
         attention, D, facts = parts.attention, parts.hidden, self._facts
         normed, projected, sums = room("normed", D), room("projected", D), room("sums", D)
         if isinstance(attention, Latents):
-            attended, rows, at = self._write_latents(attention, pages)
+            attended, rows = self._write_latents(attention, pages)
         elif isinstance(attention, DeltaNet):
-            attended, rows, at = self._write_delta_net(attention, pages)
+            attended, rows = self._write_delta_net(attention, pages)
         else:
-            attended, rows, at = self._write_heads(attention, pages, rotary_dim)
+            attended, rows = self._write_heads(attention, pages, rotary_dim)
         first = norm_rows(
             0, parts.input_norm.weight.data_ptr(), parts.input_norm.eps, D, normed.data_ptr(), facts
         )
         rows = [first, *rows, *self._linear(attention.output, attended, projected, attention.output_bias)]
-        places = Places(-1 if at < 0 else 1 + at, 2 + at, len(rows))
         rows.append(
             norm_rows(
                 0, parts.post_norm.weight.data_ptr(), parts.post_norm.eps, D, normed.data_ptr(), facts,
@@ -252,12 +251,14 @@ class LayerProgram:
         shared = [] if parts.mlp is None else self._mlp(parts.mlp, normed, shared_out)
         of_all = {"shared": shared_out.data_ptr()} if router is not None and parts.mlp is not None else {}
         after = [*shared, add_row(shared_out.data_ptr(), sums.data_ptr(), D, facts, **of_all)]
+        before = program_of(rows)
         return _Programs(
-            pages, rotary_dim, program_of(rows), places, shared, program_of(after), Chosen(normed, ids, weights),
+            pages, rotary_dim, before, Places.of(before), shared, program_of(after), Chosen(normed, ids, weights),
             sums.data_ptr(), shared_out.data_ptr() if shared else 0,
         )  # fmt: skip
 
-    def _write_heads(self, attention: Attention, pages: PagedCache, rotary_dim: int) -> _Attended:
+    def _write_heads(self, attention: Attention, pages: PagedCache, rotary_dim: int) -> tuple[Tensor, Rows]:
+        """Return the memory of attention's output, [R, H * V], and the rows from normed rows to it, here and below."""
         room, step = self._activations.room, self._step
         keys, values = pages.keys[attention.layer], pages.values[attention.layer]
         shape, heads, width = (
@@ -271,7 +272,7 @@ class LayerProgram:
         if query_norm is not None and key_norm is not None:
             head_norms = HeadNorms(query_norm.weight.data_ptr(), key_norm.weight.data_ptr(), query_norm.eps)
         rows = self._linear(attention.qkv, room("normed", self.parts.hidden), qkv, attention.qkv_bias)
-        at, query_dim = len(rows), keys.shape[2] * (1 + attention.has_gate)
+        query_dim = keys.shape[2] * (1 + attention.has_gate)
         rows += [
             heads_row(
                 qkv.data_ptr(), width * 4, heads, shape.value_dim, rotary_dim, head_norms, (keys, values), step,
@@ -291,9 +292,9 @@ class LayerProgram:
                     attended.data_ptr(), gates, width * 4, query_dim * 4, heads, shape.value_dim, self._facts
                 )
             )
-        return _Attended(attended, rows, at)
+        return attended, rows
 
-    def _write_delta_net(self, net: DeltaNet, pages: PagedCache) -> _Attended:
+    def _write_delta_net(self, net: DeltaNet, pages: PagedCache) -> tuple[Tensor, Rows]:
         room, step, facts = self._activations.room, self._step, self._facts
         normed = room("normed", self.parts.hidden)
         keys, values, heads = net.key_heads * net.key_dim, net.heads * net.value_dim, net.heads
@@ -336,9 +337,9 @@ class LayerProgram:
                 bits_of(net.norm.eps), heads, net.value_dim, attended.data_ptr(), facts,
             ),
         ]  # fmt: skip
-        return _Attended(attended, rows, -1)
+        return attended, rows
 
-    def _write_latents(self, attention: Latents, pages: PagedCache) -> _Attended:
+    def _write_latents(self, attention: Latents, pages: PagedCache) -> tuple[Tensor, Rows]:
         room, step, heads = self._activations.room, self._step, attention.heads
         weight, rotary_dim, latents = attention.absorbed, attention.rotary_dim, pages.keys[attention.layer]
         width, query_dim = attention.first.format.panels * LANES, attention.query_dim
@@ -358,7 +359,6 @@ class LayerProgram:
                 *self._linear(attention.query, source, queried),
             ]  # fmt: skip
             queries = Queries(queried.data_ptr(), queried.shape[1] * 4, head_bytes)
-        at = len(rows)
         query_floats, found_floats = room_floats(heads, latent_dim, rotary_dim)
         rooms = LatentRooms(
             room("latent queries", query_floats, rows=ROWS_AT_ONCE).zero_(),
@@ -375,7 +375,7 @@ class LayerProgram:
                 window=pages.shapes[attention.layer].window, out=attended.data_ptr(),
             ),
         ]  # fmt: skip
-        return _Attended(attended, rows, at)
+        return attended, rows
 
     @property
     def _facts(self) -> int:
@@ -468,9 +468,8 @@ class LayerProgram:
 
 def give_rows(before: Program, places: Places, x: Tensor, cosines: Tensor, sines: Tensor) -> None:
     """Write a layer's inputs into its rows: x [1, T, D], and the cosines and sines of angles [1, T, E]."""
-    before[0, NORMED] = before[places.second_norm, NORMED] = x.data_ptr()
-    if places.heads >= 0:
-        before[places.heads, COSINES], before[places.heads, SINES] = cosines.data_ptr(), sines.data_ptr()
+    before[places.norms, NORMED] = x.data_ptr()
+    before[places.heads, COSINES], before[places.heads, SINES] = cosines.data_ptr(), sines.data_ptr()
 
 
 def _is_alone(layer: PackedExpertLayer) -> bool:

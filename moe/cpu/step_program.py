@@ -152,8 +152,8 @@ class StepProgram:
             before, after = rows.before.copy(), None if rows.after is None else rows.after.copy()
             give_rows(before, rows.places, hidden, cosines, sines)
             if layer.tile_tokens:
-                place = sum(map(len, parts)) + rows.places.attention
-                attention.setdefault(layer.tile_tokens, []).append(place)
+                places = sum(map(len, parts)) + rows.places.attention
+                attention.setdefault(layer.tile_tokens, []).extend(places)
             parts.append(before)
             if rows.spread is not None:
                 opens = spread = rows.spread
