@@ -15,10 +15,11 @@ ones; both with 16 bfloat16 scales per block. A quantised row has 32 int8, a flo
 Legend: x rows [m, k] quantised; w panel [k, 16]; out rows [m, 16] float32.
 """
 
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -30,8 +31,6 @@ from attention.cpu_tiles import (
     I32V,
     I64,
     LANES,
-    MOST_ROWS,
-    ROWS,
     TILES_VERSION,
     TileRows,
     compiles_for,
@@ -40,11 +39,12 @@ from attention.cpu_tiles import (
     load,
     load_weights,
     prefetch,
+    rows_in_tiles,
     splat,
     store,
     vector_call,
 )
-from dispatch.native import Addressed, renamed
+from dispatch.native import Addressed
 
 BLOCK = 32  # inputs per scale, in rows and in weights
 QUANTISED_BLOCK_BYTES = BLOCK + 8
@@ -295,48 +295,17 @@ def quantise_block(_typing: Any, x: Any, out: Any) -> Any:
     return types.void(types.int64, types.int64), codegen
 
 
-def _rows_function(kind: _Kind, name: str) -> Any:
-    """Return njit `(x, x_stride, codes, scales, k, out, out_stride, rows)` for any number of rows."""
-    one, two, three, four, five, six = (_tile(kind, rows) for rows in range(1, ROWS + 1))
-    most, most_rows = _tile(kind, MOST_ROWS), MOST_ROWS
-
-    def rows_times_panel(x, x_stride, codes, scales, k, out, out_stride, rows):  # type: ignore[no-untyped-def]
-        blocks = k // BLOCK
-        while rows >= most_rows:
-            most(x, x_stride, codes, scales, blocks, out, out_stride)
-            x += most_rows * x_stride
-            out += most_rows * out_stride
-            rows -= most_rows
-        while rows >= 6:
-            six(x, x_stride, codes, scales, blocks, out, out_stride)
-            x += 6 * x_stride
-            out += 6 * out_stride
-            rows -= 6
-        if rows == 1:
-            one(x, x_stride, codes, scales, blocks, out, out_stride)
-        elif rows == 2:
-            two(x, x_stride, codes, scales, blocks, out, out_stride)
-        elif rows == 3:
-            three(x, x_stride, codes, scales, blocks, out, out_stride)
-        elif rows == 4:
-            four(x, x_stride, codes, scales, blocks, out, out_stride)
-        elif rows == 5:
-            five(x, x_stride, codes, scales, blocks, out, out_stride)
-
-    return njit(nogil=True)(renamed(rows_times_panel, name))
-
-
-_rows_times_int8 = _rows_function(_Int8, "int8")
-_rows_times_int4 = _rows_function(_Int4, "int4")
+_rows_times_int8 = rows_in_tiles(partial(_tile, _Int8), "int8")
+_rows_times_int4 = rows_in_tiles(partial(_tile, _Int4), "int4")
 
 
 def _times_int8(x, x_stride, codes, scales, k, _block, out, out_stride, rows):  # type: ignore[no-untyped-def]
-    _rows_times_int8(x, x_stride, codes, scales, k, out, out_stride, rows)
+    _rows_times_int8(x, x_stride, codes, scales, k // BLOCK, out, out_stride, rows)
     return 0
 
 
 def _times_int4(x, x_stride, codes, scales, k, _block, out, out_stride, rows):  # type: ignore[no-untyped-def]
-    _rows_times_int4(x, x_stride, codes, scales, k, out, out_stride, rows)
+    _rows_times_int4(x, x_stride, codes, scales, k // BLOCK, out, out_stride, rows)
     return 0
 
 

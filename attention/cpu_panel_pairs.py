@@ -6,6 +6,8 @@ With many rows, each loaded value is multiplied twice. With few, two chains of a
 Legend: as in `cpu_tiles`.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -35,13 +37,14 @@ from dispatch.native import Addressed, renamed
 
 
 def _two_panels(rows: int, bf16: bool) -> Any:
-    """Return intrinsic `(x, x_stride, w, other, w_stride, k, out, other_out, out_stride)`: rows times two panels."""
+    """Return an intrinsic for `two_panels_in_tiles` that multiplies rows by plain weights."""
 
     def tile(
-        _typing: Any, x: Any, xs: Any, w: Any, other: Any, ws: Any, k: Any, out: Any, other_out: Any, os: Any
-    ) -> Any:
+        _typing: Any, x: Any, xs: Any, w: Any, other: Any, scales: Any, other_scales: Any, k: Any, block: Any, out: Any,
+        other_out: Any, os: Any,
+    ) -> Any:  # fmt: skip
         def codegen(context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> Any:
-            x, x_stride, w, other, w_stride, k, out, other_out, out_stride = args
+            x, x_stride, w, other, _, _, k, _, out, other_out, out_stride = args
             x_rows = [TileRows(x, x_stride).at(builder, row) for row in range(rows)]
             entry, loop = builder.block, builder.append_basic_block("loop")
             end = builder.append_basic_block("end")
@@ -52,7 +55,7 @@ def _two_panels(rows: int, bf16: bool) -> Any:
             sums = [builder.phi(F32V) for _ in range(2 * rows)]
             for total in sums:
                 total.add_incoming(constant(0.0), entry)
-            offset = builder.mul(index, w_stride)
+            offset = builder.mul(index, ir.Constant(I64, (2 if bf16 else 4) * LANES))
             places = [builder.add(panel, offset) for panel in (w, other)]
             for place in places:
                 prefetch(builder, builder.add(place, ir.Constant(I64, AHEAD_BYTES)))
@@ -74,67 +77,90 @@ def _two_panels(rows: int, bf16: bool) -> Any:
                     store(builder, following[2 * row + panel], TileRows(place, out_stride).at(builder, row))
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 9), codegen
+        return types.void(*[types.int64] * 11), codegen
 
     return intrinsic(tile)
 
 
-def _two_panels_function(bf16: bool) -> Any:
-    """Return njit `(x, x_stride, w, other, w_stride, k, out, other_out, out_stride, rows)` for any number of rows."""
-    one, two, three, four, six, eight, twelve = (_two_panels(rows, bf16) for rows in (1, 2, 3, 4, 6, 8, 12))
-    single = rows_times_panel_bf16 if bf16 else rows_times_panel_f32
+def two_panels_in_tiles(tile_of: Callable[[int], Any], one_panel: Any, name: str) -> Any:
+    """Return njit `(x, x_stride, codes, others, scales, other_scales, k, block, out, other_out, out_stride, rows)`.
 
-    def in_16_registers(x, x_stride, w, other, w_stride, k, out, other_out, out_stride, rows):  # type: ignore[no-untyped-def]
+    With few rows, two chains of additions hide each other's latency. With many rows and 32 registers, decoding
+    while multiplying is faster than a buffer.
+
+    Args:
+        tile_of: Returns the intrinsic for a number of rows, with these arguments except `rows`.
+        one_panel: Njit `(x, x_stride, codes, scales, k, block, out, out_stride, rows)`.
+        name: Unique name of the function.
+    """
+    one, two, three, four, six, eight, twelve = (tile_of(rows) for rows in (1, 2, 3, 4, 6, 8, 12))
+
+    def in_16_registers(  # type: ignore[no-untyped-def]
+        x, x_stride, codes, others, scales, other_scales, k, block, out, other_out, out_stride, rows
+    ):
         if rows == 1:
-            one(x, x_stride, w, other, w_stride, k, out, other_out, out_stride)
+            one(x, x_stride, codes, others, scales, other_scales, k, block, out, other_out, out_stride)
         elif rows == 2:
-            two(x, x_stride, w, other, w_stride, k, out, other_out, out_stride)
+            two(x, x_stride, codes, others, scales, other_scales, k, block, out, other_out, out_stride)
         else:
-            single(x, x_stride, w, w_stride, k, out, out_stride, rows)
-            single(x, x_stride, other, w_stride, k, other_out, out_stride, rows)
+            one_panel(x, x_stride, codes, scales, k, block, out, out_stride, rows)
+            one_panel(x, x_stride, others, other_scales, k, block, other_out, out_stride, rows)
 
-    def in_32_registers(x, x_stride, w, other, w_stride, k, out, other_out, out_stride, rows):  # type: ignore[no-untyped-def]
+    def in_32_registers(  # type: ignore[no-untyped-def]
+        x, x_stride, codes, others, scales, other_scales, k, block, out, other_out, out_stride, rows
+    ):
         while rows > 0:
             if rows >= 20 or 12 <= rows < 16:
                 taken = 12
-                twelve(x, x_stride, w, other, w_stride, k, out, other_out, out_stride)
+                twelve(x, x_stride, codes, others, scales, other_scales, k, block, out, other_out, out_stride)
             elif rows >= 8:
                 taken = 8
-                eight(x, x_stride, w, other, w_stride, k, out, other_out, out_stride)
+                eight(x, x_stride, codes, others, scales, other_scales, k, block, out, other_out, out_stride)
             elif rows >= 6:
                 taken = 6
-                six(x, x_stride, w, other, w_stride, k, out, other_out, out_stride)
+                six(x, x_stride, codes, others, scales, other_scales, k, block, out, other_out, out_stride)
             elif rows >= 4:
                 taken = 4
-                four(x, x_stride, w, other, w_stride, k, out, other_out, out_stride)
+                four(x, x_stride, codes, others, scales, other_scales, k, block, out, other_out, out_stride)
             elif rows == 3:
                 taken = 3
-                three(x, x_stride, w, other, w_stride, k, out, other_out, out_stride)
+                three(x, x_stride, codes, others, scales, other_scales, k, block, out, other_out, out_stride)
             elif rows == 2:
                 taken = 2
-                two(x, x_stride, w, other, w_stride, k, out, other_out, out_stride)
+                two(x, x_stride, codes, others, scales, other_scales, k, block, out, other_out, out_stride)
             else:
                 taken = 1
-                one(x, x_stride, w, other, w_stride, k, out, other_out, out_stride)
+                one(x, x_stride, codes, others, scales, other_scales, k, block, out, other_out, out_stride)
             x += taken * x_stride
             out += taken * out_stride
             other_out += taken * out_stride
             rows -= taken
 
     chosen = in_32_registers if MOST_ROWS > ROWS else in_16_registers
-    return njit(nogil=True)(renamed(chosen, f"two_panels_bf16_{bf16}"))
+    return njit(nogil=True)(renamed(chosen, name))
 
 
-_two_f32, _two_bf16 = _two_panels_function(bf16=False), _two_panels_function(bf16=True)
+@njit(nogil=True, inline="always")
+def _one_f32(x, x_stride, panel, _scales, k, _block, out, out_stride, rows):  # type: ignore[no-untyped-def]
+    rows_times_panel_f32(x, x_stride, panel, 4 * LANES, k, out, out_stride, rows)
 
 
-def _times_two_f32(x, x_stride, panel, other, _scales, _others, k, _block, out, other_out, out_stride, rows):  # type: ignore[no-untyped-def]
-    _two_f32(x, x_stride, panel, other, 4 * LANES, k, out, other_out, out_stride, rows)
+@njit(nogil=True, inline="always")
+def _one_bf16(x, x_stride, panel, _scales, k, _block, out, out_stride, rows):  # type: ignore[no-untyped-def]
+    rows_times_panel_bf16(x, x_stride, panel, 2 * LANES, k, out, out_stride, rows)
+
+
+_two_f32 = two_panels_in_tiles(partial(_two_panels, bf16=False), _one_f32, "two_panels_f32")
+_two_bf16 = two_panels_in_tiles(partial(_two_panels, bf16=True), _one_bf16, "two_panels_bf16")
+
+
+def _times_two_f32(x, x_stride, panel, other, scales, others, k, block, out, other_out, out_stride, rows):  # type: ignore[no-untyped-def]
+    _two_f32(x, x_stride, panel, other, scales, others, k, block, out, other_out, out_stride, rows)
     return 0
 
 
-def _times_two_bf16(x, x_stride, panel, other, _scales, _others, k, _block, out, other_out, out_stride, rows):  # type: ignore[no-untyped-def]
-    _two_bf16(x, x_stride, panel, other, 2 * LANES, k, out, other_out, out_stride, rows)
+def _times_two_bf16(x, x_stride, panel, other, scales, others, k, block, out, other_out, out_stride, rows):  # type: ignore[no-untyped-def]
+    _two_bf16(x, x_stride, panel, other, scales, others, k, block, out, other_out, out_stride, rows)
     return 0
 
 

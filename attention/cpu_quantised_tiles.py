@@ -10,7 +10,7 @@ Layout of a panel, K inputs of 16 output columns: codes [K, 16], or two to a byt
 lower half. `cpu_codes` describes the layout of the scales.
 """
 
-from functools import cache
+from functools import cache, partial
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -20,12 +20,12 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from attention.cpu_codes import I8V, Coding, emit_block, emit_decoded
+from attention.cpu_panel_pairs import two_panels_in_tiles
 from attention.cpu_tiles import (
     AHEAD_BYTES,
     F32,
     I64,
     LANES,
-    MOST_ROWS,
     ROWS,
     TILES_VERSION,
     TileRows,
@@ -130,7 +130,7 @@ def _tile(coding: Coding, rows: int) -> Any:
 
 
 def _tile_of_two(coding: Coding, rows: int) -> Any:
-    """Return intrinsic `(x, x_stride, codes, others, scales, other_scales, k, block, out, other_out, out_stride)`."""
+    """Return an intrinsic for `two_panels_in_tiles`."""
 
     def tile(
         _typing: Any, x: Any, xs: Any, codes: Any, others: Any, scales: Any, other_scales: Any, k: Any, block: Any,
@@ -241,61 +241,6 @@ def _one_panel(coding: Coding, name: str) -> Any:
     return njit(nogil=True)(renamed(rows_times_panel, name))
 
 
-def _two_panels(coding: Coding, name: str, one_panel: Any) -> Any:
-    """Return njit `(x, x_stride, codes, others, scales, other_scales, k, block, out, other_out, out_stride, rows)`.
-
-    With few rows, two chains of additions hide each other's latency. With many rows and 32 registers, decoding
-    while multiplying is faster than a buffer.
-    """
-    one, two, three, four, six, eight, twelve = (
-        _tile_of_two(coding, rows) for rows in (1, 2, 3, 4, 6, 8, 12)
-    )
-
-    def in_16_registers(  # type: ignore[no-untyped-def]
-        x, x_stride, codes, others, scales, other_scales, k, block, out, other_out, out_stride, rows
-    ):
-        if rows == 1:
-            one(x, x_stride, codes, others, scales, other_scales, k, block, out, other_out, out_stride)
-        elif rows == 2:
-            two(x, x_stride, codes, others, scales, other_scales, k, block, out, other_out, out_stride)
-        else:
-            one_panel(x, x_stride, codes, scales, k, block, out, out_stride, rows)
-            one_panel(x, x_stride, others, other_scales, k, block, other_out, out_stride, rows)
-
-    def in_32_registers(  # type: ignore[no-untyped-def]
-        x, x_stride, codes, others, scales, other_scales, k, block, out, other_out, out_stride, rows
-    ):
-        while rows > 0:
-            if rows >= 20 or 12 <= rows < 16:
-                taken = 12
-                twelve(x, x_stride, codes, others, scales, other_scales, k, block, out, other_out, out_stride)
-            elif rows >= 8:
-                taken = 8
-                eight(x, x_stride, codes, others, scales, other_scales, k, block, out, other_out, out_stride)
-            elif rows >= 6:
-                taken = 6
-                six(x, x_stride, codes, others, scales, other_scales, k, block, out, other_out, out_stride)
-            elif rows >= 4:
-                taken = 4
-                four(x, x_stride, codes, others, scales, other_scales, k, block, out, other_out, out_stride)
-            elif rows == 3:
-                taken = 3
-                three(x, x_stride, codes, others, scales, other_scales, k, block, out, other_out, out_stride)
-            elif rows == 2:
-                taken = 2
-                two(x, x_stride, codes, others, scales, other_scales, k, block, out, other_out, out_stride)
-            else:
-                taken = 1
-                one(x, x_stride, codes, others, scales, other_scales, k, block, out, other_out, out_stride)
-            x += taken * x_stride
-            out += taken * out_stride
-            other_out += taken * out_stride
-            rows -= taken
-
-    chosen = in_32_registers if MOST_ROWS > ROWS else in_16_registers
-    return njit(nogil=True)(renamed(chosen, name))
-
-
 def _times(x, x_stride, codes, scales, k, block, out, out_stride, rows):  # type: ignore[no-untyped-def]
     _rows_times(x, x_stride, codes, scales, k, block, out, out_stride, rows)  # type: ignore[name-defined]  # noqa: F821
     return 0
@@ -322,7 +267,7 @@ def times_quantised(coding: Coding) -> Times:
     """Return the functions for panels of a coding. They are compiled when their addresses are read."""
     name = "_".join(map(str, coding))
     one = _one_panel(coding, name)
-    two = _two_panels(coding, name, one)
+    two = two_panels_in_tiles(partial(_tile_of_two, coding), one, name)
     return Times(_addressed(renamed(_times, name), one), _addressed(renamed(_times_two, name), two))
 
 

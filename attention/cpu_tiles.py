@@ -16,6 +16,7 @@ Legend: x rows [m, k] float32; w panel [k, 16] float32 or bfloat16; out rows [m,
 
 import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -196,10 +197,16 @@ def _tile(rows: int, bf16: bool, accumulate: bool) -> Any:
     return intrinsic(tile)
 
 
-def _rows_function(bf16: bool, accumulate: bool) -> Any:
-    """Return njit `(x, x_stride, w, w_stride, k, out, out_stride, rows)` for any number of rows and k of at least 1."""
-    one, two, three, four, five, six = (_tile(rows, bf16, accumulate) for rows in range(1, ROWS + 1))
-    most, most_rows = _tile(MOST_ROWS, bf16, accumulate), MOST_ROWS
+def rows_in_tiles(tile_of: Callable[[int], Any], name: str) -> Any:
+    """Return njit `(x, x_stride, w, w_stride, k, out, out_stride, rows)` for any number of rows and k of at least 1.
+
+    Args:
+        tile_of: Returns the intrinsic for a number of rows, with these arguments except `rows`. It may read `w_stride` and
+            `k` as something else.
+        name: Unique name of the function.
+    """
+    one, two, three, four, five, six = (tile_of(rows) for rows in range(1, ROWS + 1))
+    most, most_rows = tile_of(MOST_ROWS), MOST_ROWS
 
     def rows_times_panel(x, x_stride, w, w_stride, k, out, out_stride, rows):  # type: ignore[no-untyped-def]
         while rows >= most_rows:
@@ -223,12 +230,12 @@ def _rows_function(bf16: bool, accumulate: bool) -> Any:
         elif rows == 5:
             five(x, x_stride, w, w_stride, k, out, out_stride)
 
-    return njit(nogil=True)(renamed(rows_times_panel, f"bf16_{bf16}_accumulate_{accumulate}"))
+    return njit(nogil=True)(renamed(rows_times_panel, name))
 
 
-rows_times_panel_f32 = _rows_function(bf16=False, accumulate=False)
-rows_times_panel_bf16 = _rows_function(bf16=True, accumulate=False)
-add_rows_times_panel_f32 = _rows_function(bf16=False, accumulate=True)
+rows_times_panel_f32 = rows_in_tiles(partial(_tile, bf16=False, accumulate=False), "f32")
+rows_times_panel_bf16 = rows_in_tiles(partial(_tile, bf16=True, accumulate=False), "bf16")
+add_rows_times_panel_f32 = rows_in_tiles(partial(_tile, bf16=False, accumulate=True), "f32_added")
 
 
 def _times_f32(x, x_stride, panel, _scales, k, _block, out, out_stride, rows):  # type: ignore[no-untyped-def]
