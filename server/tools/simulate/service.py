@@ -11,7 +11,6 @@ nothing: the slow oracle of the tests. Not simulated: tokenizing, HTTP, faults, 
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
@@ -21,18 +20,10 @@ from scheduler.policy.request import FinishReason, RankStats, Request, RequestOu
 from scheduler.step.lockstep import Agreement, Decision, LockStep
 from server.front.requests import MOVE_EVERY_S
 from server.front.router import EXPECTED_OUTPUT_TOKENS, Router
+from server.tools.simulate.coming_step import Announcements, Coasting
 from server.tools.simulate.experts import ExpertBalance
 from server.tools.simulate.figures import RequestOutcome, SimulationFigures
-from server.tools.simulate.rank import (
-    NEVER,
-    NO_ROWS,
-    RankLimits,
-    Rows,
-    SimulatedRank,
-    answer_token,
-    prompt_tokens,
-    request_id_of,
-)
+from server.tools.simulate.rank import RankLimits, SimulatedRank, answer_token, prompt_tokens, request_id_of
 from server.tools.size.step_times import StepTimes
 from server.tools.traces import PREFIX_TOKENS, TracedRequest
 
@@ -76,13 +67,6 @@ class _MergedHeaders:
 
     def close(self) -> None:
         """Do nothing: the exchange holds no resources."""
-
-
-class _Announced(NamedTuple):
-    """The announcements of all ranks about the coming step, made before the running one: [ranks] int64 each."""
-
-    decodes: np.ndarray
-    open: np.ndarray  # sequences that would run if all waiting requests had begun
 
 
 class SimulatedService:
@@ -134,24 +118,13 @@ class SimulatedService:
         self._awake: set[int] = set()  # ranks that plan their next step
         for number in range(num_ranks):
             routing.note_size(number, seats=limits.max_num_seqs, block_tokens=limits.block_tokens)
-        zeros = np.zeros(num_ranks, dtype=np.int64)
-        self._until = np.full(num_ranks, NEVER, dtype=np.int64)  # the last plain step
-        # Of the next or running step.
-        self._rows = np.zeros((len(Rows._fields), num_ranks), dtype=np.int64)
-        self._coasting_decodes = zeros.copy()  # rows of coasting ranks
-        self._charged = zeros.copy()  # the part of these rows for which the router still expects tokens
-        self._untold = zeros.copy()  # tokens not yet reported to the router
-        self._announced = _Announced(zeros.copy(), zeros.copy())
-        self._budgets = zeros.copy()  # prefill budgets, valid unless stale
-        self._is_stale = np.ones(num_ranks, dtype=bool)
+        self._coasting = Coasting(num_ranks)
+        self._announced = Announcements(self._ranks, is_paced=limits.is_paced)
         self._is_prompt_announced = False
         self._has_work = False
-        # Coasting ranks with waiting requests -> the step in which a running one ends.
-        self._freed: dict[int, int] = {}
         self._settled: set[int] = set()  # ranks with a possibly outdated announcement
         self._is_crowded = np.zeros(num_ranks, dtype=bool)  # the rank has waiting requests
         self._looked_s = 0.0  # time of the last search for moves
-        self._unnoted: tuple[float, np.ndarray, np.ndarray, bool] | None = None
 
     def run(self, trace: Iterator[TracedRequest]) -> SimulationFigures:
         """Serve a trace to its last request and return the figures.
@@ -182,21 +155,20 @@ class SimulatedService:
     def _run_step(self, agreement: Agreement, coming: "_Arrivals") -> None:
         self._take_inbox()
         self._step += 1
-        awake = sorted(self._awake)
+        awake, rows = sorted(self._awake), self._coasting.rows
         for number in awake:
-            planned = self._ranks[number].plan(agreement, self.now_s, is_stepwise=self._is_stepwise)
-            self._rows[:, number] = planned
-        self._note_pace()
+            rows[:, number] = self._ranks[number].plan(agreement, self.now_s, is_stepwise=self._is_stepwise)
+        self._announced.learn()
         self._announce(awake)
         begun_s = self.now_s
-        prefill, decode = int(self._rows[0].sum()), int(self._rows[1].sum())
+        prefill, decode = int(rows[0].sum()), int(rows[1].sum())
         balancedness = self._experts.balancedness(begun_s, prefill + decode)
-        cost = self._times.step(self._rows.T, balancedness)
+        cost = self._times.step(rows.T, balancedness)
         self._route(coming, begun_s + cost.total_s)
         self.now_s = begun_s + cost.total_s
-        self.figures.note_step(self._rows, cost, balancedness, self._times)
+        self.figures.note_step(rows, cost, balancedness, self._times)
         self._experts.note_step(prefill, decode, cost, balancedness, self.now_s)
-        self._unnoted = (cost.total_s, self._rows[1].copy(), self._rows[0].copy(), agreement.has_prefill)
+        self._announced.keep(cost.total_s, rows, has_prefill=agreement.has_prefill)
         self._commit(awake, begun_s)
 
     # Announcements of ranks
@@ -206,13 +178,13 @@ class SimulatedService:
         if not self._inbox:
             self.now_s = max(self.now_s, coming.next_s)
             self._route(coming, self.now_s)
-        self._note_pace()
+        self._announced.learn()
         self._announce([])
         self._has_work = self._is_prompt_announced = True
 
     def _agree(self) -> Agreement:
         """Exchange headers: a single one that merges those of all ranks."""
-        budget = self._least_budget() if self._awake or self._inbox else 0
+        budget = self._announced.least_budget() if self._awake or self._inbox else 0
         decodes = int(self._announced.decodes.max())
         self._lockstep.post(
             has_work=self._has_work,
@@ -223,53 +195,12 @@ class SimulatedService:
         )
         return self._lockstep.agree()
 
-    def _least_budget(self) -> int:
-        """Return the smallest prefill budget of all ranks, from their announcements; 0 if no rank has a limit."""
-        if not self._limits.is_paced:
-            return 0
-        decodes, num_open = self._announced
-        for number in np.flatnonzero(self._is_stale).tolist():
-            pace = self._ranks[number].pace
-            self._budgets[number] = pace.budget(int(decodes[number]), int(num_open[number]))
-        self._is_stale[:] = False
-        known = self._budgets[self._budgets > 0]
-        return int(known.min()) if known.size else 0
-
     def _announce(self, awake: list[int]) -> None:
         """Record the ranks' announcements of the coming step, after this one is planned."""
-        decodes, num_open = self._announced
-        has_prefill = self._step in self._freed.values()
-        for number in self._settled.union(awake):
-            scheduler = self._ranks[number].scheduler
-            coming = scheduler.next_step
-            has_prefill = has_prefill or coming.has_prefill
-            said = coming.num_decodes, scheduler.num_open
-            if said != (decodes[number], num_open[number]):
-                decodes[number], num_open[number] = said
-                self._is_stale[number] = True
+        has_prefill = self._announced.announce(self._settled.union(awake))
         self._settled.clear()
-        self._is_prompt_announced = has_prefill
-        self._has_work = bool(awake) or bool(self._coasting_decodes.any())
-
-    def _note_pace(self) -> None:
-        """Let ranks learn from the previous step: after their announcement before it, and before the next one."""
-        if self._unnoted is None:
-            return
-        seconds, decodes, prefill, has_prefill = self._unnoted
-        self._unnoted = None
-        if not self._limits.is_paced:
-            return
-        learns = prefill > 0 if has_prefill else (prefill > 0) | (decodes > 0)
-        most_prefill = prefill.max()
-        for number in np.flatnonzero(learns).tolist():
-            pace = self._ranks[number].pace
-            pace.note(
-                seconds,
-                num_decodes=int(decodes[number]),
-                num_prefill=int(prefill[number]),
-                is_behind=bool(prefill[number] < most_prefill),
-            )
-        self._is_stale |= learns
+        self._is_prompt_announced = has_prefill or self._coasting.frees(self._step)
+        self._has_work = bool(awake) or bool(self._coasting.decodes.any())
 
     # Requests
 
@@ -287,7 +218,7 @@ class SimulatedService:
                 arrival_s=traced.arrival_s,
             )
             self._open[request.request_id] = entry = _Open(request)
-            self._submit(entry, self._routing.pick(prompt_ids, untold=self._untold))
+            self._submit(entry, self._routing.pick(prompt_ids, untold=self._coasting.untold))
 
     def _submit(self, entry: _Open, rank: int) -> None:
         """Give a request to a rank. Its answer's length is unknown, so it is charged like one without max_tokens."""
@@ -345,8 +276,8 @@ class SimulatedService:
         self._inbox.clear()
 
     def _commit(self, awake: list[int], begun_s: float) -> None:
-        """Record the results of the step, after which `_rows` is for the next step."""
-        num_taken = int(self._coasting_decodes.sum())
+        """Record the results of the step."""
+        num_taken = int(self._coasting.decodes.sum())
         for number in awake:
             rank = self._ranks[number]
             num_taken += len(rank.taken)
@@ -355,9 +286,7 @@ class SimulatedService:
             for output in rank.commit(self._step):
                 self._take(output)
         self.figures.note_gaps(self.now_s - begun_s, num_taken)
-        self._untold += self._charged
-        self._rows[2] += self._coasting_decodes
-        for number in np.flatnonzero(self._until == self._step).tolist():
+        for number in self._coasting.end_step(self._step):
             self._catch_up(number)
             self._settle(number)
         for number in awake:
@@ -412,11 +341,8 @@ class SimulatedService:
         num_steps = 0 if self._is_stepwise else scheduler.num_plain_steps
         self._settled.add(number)
         self._is_crowded[number] = bool(scheduler.stats.num_waiting)
-        self._freed.pop(number, None)
         self._awake.discard(number)
-        self._charged[number] = self._coasting_decodes[number] = 0
-        self._until[number] = NEVER
-        self._rows[:, number] = NO_ROWS
+        self._coasting.stop(number)
         if num_steps:
             self._coast(number, num_steps)
         elif scheduler.has_work:
@@ -427,18 +353,19 @@ class SimulatedService:
         ids = [sequence.request.request_id for sequence in rank.scheduler.running]
         left = [EXPECTED_OUTPUT_TOKENS - self._open[request_id].num_tokens for request_id in ids]
         charged = [count for count in left if count > 0]
-        rows = rank.coasting_rows()
-        self._rows[:, number] = rows
-        self._coasting_decodes[number] = rows.decode
-        self._charged[number] = len(charged)
-        self._until[number] = self._step + min([num_steps, *charged])
-        if rank.scheduler.stats.num_waiting and num_steps == rank.scheduler.num_steps_to_end:
-            self._freed[number] = self._step + num_steps
+        frees = rank.scheduler.stats.num_waiting and num_steps == rank.scheduler.num_steps_to_end
+        self._coasting.begin(
+            number,
+            rank.coasting_rows(),
+            charged=len(charged),
+            until=self._step + min([num_steps, *charged]),
+            freed=self._step + num_steps if frees else None,
+        )
 
     def _catch_up(self, number: int) -> None:
         """Advance a coasting rank to the last step."""
         ended = self._ranks[number].catch_up(self._step, self._told)
-        self._untold[number] = 0
+        self._coasting.untold[number] = 0
         for output in ended:
             self._end(output)
 
