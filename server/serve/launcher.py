@@ -33,7 +33,7 @@ from server.serve.children import (
     stop_children,
 )
 from server.serve.error_file import ERROR_FILE, FIRST, write_failure
-from server.serve.supervisor import RestartBudget
+from server.serve.restarts import RestartBudget
 
 STOP_GRACE_S = 2.7  # workers kill their children after 2.2 s, and serve kills the launcher after 3.2 s
 ORPHAN_GRACE_S = 1.0  # for killed processes to disappear

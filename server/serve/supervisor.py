@@ -3,7 +3,7 @@
 The supervisor never touches a device and never imports torch, so it outlives its engine. It waits on descriptors only: stop
 signals, the pidfds of its parent and children, and the pipes on which the children report.
 
-An engine that fails after it has served is restarted, up to a budget; then the service continues without this rank. If an
+An engine that fails after it has served is restarted, up to a budget (`restarts`); then the service continues without this rank. If an
 engine fails before serving, the service ends: the cause (a flag, too little memory) would remain. A front that is killed
 after ranks have served is restarted with the same ports and token. The service ends if a front exits by itself, or if an
 engine exits with status 0, which only the front requests.
@@ -12,10 +12,6 @@ Each engine leaves a waiting copy of itself (`spare`) that replaces it, because 
 
 If a supervisor is killed, its children end with it. If the launcher restarts the supervisor (`launcher`), it reads its state
 from the file WIDEEP_SUPERVISOR_STATE and starts its children as after a restart.
-
-A cause from outside (out of memory, an operator, a bit flip) rarely kills an engine twice in a row. A broken device or a request
-that crashes every rank does, and each restart pauses the other ranks; hence the budget.
-Rejected: a growing delay before each restart, because it keeps away a rank that would have worked.
 
 Protocol with the children, besides the command line: the front gets `--ready-fd` and writes one JSON line with its addresses.
 The line goes to this rank's engine, and to a replacement front, as WIDEEP_FRONT. A front also gets WIDEEP_KEPT, a folder that
@@ -26,13 +22,11 @@ the beats stop earlier, the engine hangs (`watchdog`): it is killed and restarte
 """
 
 import json
-import math
 import os
 import selectors
 import signal
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -62,6 +56,7 @@ from server.serve.children import (
     stop_children,
 )
 from server.serve.error_file import ERROR_FILE, LAST, write_absence, write_failure
+from server.serve.restarts import RestartBudget
 from server.serve.spare import SPARE_VARIABLE, Spare, StartOrder
 from server.serve.store.rendezvous import RESTARTS_VARIABLE, Place
 from server.serve.watchdog import Watchdog
@@ -459,42 +454,3 @@ def report_failure(text: str, environment: Mapping[str, str], *, follows: bool =
         write_failure(Path(path), text, time_ns=LAST if follows else None)
     if not path or UNDER_SERVE not in environment:
         say(f"wideep: {text}", error=True)
-
-
-MAX_RESTARTS = 3
-WINDOW_S = 600.0
-
-
-class RestartBudget:
-    """A limit on the number of restarts within any time window."""
-
-    def __init__(
-        self,
-        *,
-        max_restarts: int = MAX_RESTARTS,
-        window_s: float = WINDOW_S,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._max_restarts, self._window_s, self._clock = max_restarts, window_s, clock
-        self._taken_s: deque[float] = deque()  # within the last window
-        self.num_taken = 0  # in total
-
-    def allowed_in_s(self) -> float:
-        """Return the seconds until another restart is allowed; 0 if it is allowed now."""
-        while self._taken_s and self._clock() - self._taken_s[0] >= self._window_s:
-            self._taken_s.popleft()
-        if len(self._taken_s) < self._max_restarts:
-            return 0.0
-        return self._taken_s[0] + self._window_s - self._clock() if self._taken_s else math.inf
-
-    def take(self) -> bool:
-        """Count a restart if one is allowed now. Returns whether it was allowed."""
-        if self.allowed_in_s():
-            return False
-        self._taken_s.append(self._clock())
-        self.num_taken += 1
-        return True
-
-    def describe(self) -> str:
-        """Return the limit as text for messages."""
-        return f"{self._max_restarts} times in {self._window_s / 60:g} minutes"

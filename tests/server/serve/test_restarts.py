@@ -1,4 +1,4 @@
-from server.serve.supervisor import MAX_RESTARTS, WINDOW_S, RestartBudget
+from server.serve.restarts import MAX_RESTARTS, WINDOW_S, RestartBudget
 
 
 class Clock:

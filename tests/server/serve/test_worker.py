@@ -9,7 +9,7 @@ import pytest
 
 from server.serve.children import END_NOW_SIGNAL, children_of
 from server.serve.engine import SupervisorPipe
-from server.serve.supervisor import MAX_RESTARTS
+from server.serve.restarts import MAX_RESTARTS
 from tests.support.models.fake_checkpoint import write_checkpoint
 from tests.support.service.fake_child import KV_CACHE_BYTES
 from tests.support.service.service_processes import Service, has_ended, wait_until
