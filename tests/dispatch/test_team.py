@@ -63,6 +63,15 @@ class Counted:
         assert all((each == 1).all() for each, count in zip(self.computed, self._tiles, strict=True) if count)
 
 
+def test_a_row_has_every_argument_at_its_place() -> None:
+    row = COUNT.row(1, 2, before=4, left=3, each=5, wrong=6, leaves=7)
+    assert row[: COUNT.place("leaves") + 1] == [COUNT.address, 1, 2, 3, 4, 5, 6, 7]
+    assert len(program_of([row])[0]) == len(row)
+    for args, kwargs in (((1,) * 8, {}), ((1,) * 6, {}), ((1,) * 7, {"tiles": 1}), ((1,) * 6, {"right": 1})):
+        with pytest.raises((AssertionError, KeyError)):
+            COUNT.row(*args, **kwargs)
+
+
 TILES = [[], [0], [1], [0, 3, 0, 0, 1, 0], [7, 1, 100, 2, 3], [1] * 300, [5000]]
 
 
