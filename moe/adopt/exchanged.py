@@ -1,21 +1,27 @@
-"""Trials of modules that are exchanged as a whole: they must give the results of their own code, as in `moe.adopt.adopt`.
+"""Exchange the parts of a model that see more than one row: recurrences, long rotary embeddings and sparse indexes.
 
-Lightning attention (`attention.recurrences.mixers`), and indexes over pools of tokens (`attention.sparse.pools`).
+Modules that are exchanged as a whole must give the results of their own code, as in `moe.adopt.adopt`: lightning attention
+(`attention.recurrences.mixers`), and indexes over pools of tokens (`attention.sparse.pools`).
 """
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from attention.recurrences.mixers import lightning_modules
+from attention import latents
+from attention.recurrences.mixers import Recurrences, exchange, lightning_modules
+from attention.sparse import index as sparse_index
+from attention.sparse import pools as pooled_index
 from attention.transformers_names import CACHE
 from kvcache.paged_cache import LayerShape, PagedCache
 from kvcache.step import Span, Step
+from moe import long_rotary
 from moe.adopt.adopt import SampleRows
 from moe.families import UnsupportedModelError
+from moe.text_part import use_attention
 
 _TRIED_TOKENS = 24  # for lightning attention
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
@@ -25,13 +31,35 @@ _CHOSEN = 2
 _LIKE = {torch.float32: 0.98, torch.bfloat16: 0.9}
 
 
-@torch.no_grad()
-def try_lightning(net: Any, step: Step, rows: SampleRows) -> None:
-    """Check that the modules give the results of `transformers`' own code.
+class SequenceParts(NamedTuple):
+    """A device's forms of these parts. `attention` is the name of its attention; `make_cache` as in `moe.backend.Backend`."""
+
+    recurrences: Recurrences
+    choose: sparse_index.Choose
+    choose_pools: pooled_index.ChoosePools
+    attention: str
+    make_cache: Callable[..., PagedCache]
+
+
+def exchange_parts(net: Any, step: Step, rows: SampleRows, parts: SequenceParts) -> None:
+    """Exchange all such parts of a model.
 
     Raises:
-        UnsupportedModelError: They do not.
+        UnsupportedModelError: A module does something else than its form.
     """
+    latents.expand_nothing(net)
+    step.has_states = exchange(net, parts.recurrences) > 0
+    _try_lightning(net, step, rows)
+    if (limit := long_rotary.limit_of(net.config)) is not None:
+        long_rotary.exchange(net, limit, step)
+    if sparse_index.exchange(net, parts.choose):
+        use_attention(net, parts.attention + sparse_index.INDEXED)
+    if pooled := pooled_index.exchange(net, parts.choose_pools):
+        _try_pools(net, pooled, step, rows, parts.make_cache)
+
+
+@torch.no_grad()
+def _try_lightning(net: Any, step: Step, rows: SampleRows) -> None:
     for module in lightning_modules(net):
         step.fill([Span(0, min(_TRIED_TOKENS, step.max_tokens), range(2))])
         step.inputs([0] * step.num_tokens, [])
@@ -49,17 +77,9 @@ def try_lightning(net: Any, step: Step, rows: SampleRows) -> None:
 
 
 @torch.no_grad()
-def try_pools(
+def _try_pools(
     net: Any, modules: list[Any], step: Step, rows: SampleRows, make_cache: Callable[..., PagedCache]
 ) -> None:
-    """Check that modules choose the same tokens as `transformers`' own code.
-
-    Args:
-        make_cache: See `moe.backend.Backend`.
-
-    Raises:
-        UnsupportedModelError: They do not.
-    """
     for module in modules:
         layer, size, topk = int(module.layer_idx), int(module.index_kpool), module.index_topk
         tokens = min(_POOLS * size + size // 2, step.max_tokens)

@@ -15,10 +15,8 @@ from attention.cpu_attention import ATTEND
 from attention.cpu_latents import LATENT_KERNELS, AbsorbedWeight
 from attention.cpu_norm import rms_norm
 from attention.cpu_tiles import LANES
-from attention.recurrences import mixers
 from attention.recurrences.cpu import RECURRENCES
 from attention.recurrences.cpu_kernels import KERNELS as RECURRENCE_KERNELS
-from attention.sparse import index as sparse_index
 from attention.sparse import pools as pooled_index
 from attention.sparse.cpu import SPARSE_KERNELS, choose_from_pages
 from attention.sparse.cpu_pools import POOL_KERNELS, choose_pools
@@ -26,9 +24,8 @@ from dispatch.passes import PASSES
 from dispatch.team import Team, program_of, run_alone
 from kvcache.paged_cache import BLOCK_TOKENS, LayerShape, PagedCache
 from kvcache.step import Span, Step
-from moe import long_rotary
 from moe.adopt.adopt import SampleRows, adopt
-from moe.adopt.exchanged import try_lightning, try_pools
+from moe.adopt.exchanged import SequenceParts, exchange_parts
 from moe.adopt.gates import Gate, gate_of
 from moe.adopt.norms import Norms
 from moe.adopt.routers import Routers
@@ -47,7 +44,6 @@ from moe.load.quantisation import Quantisation
 from moe.load.quantised_weight import QuantisedWeight
 from moe.load_counts import LoadCounts
 from moe.slot_choice import SlotChoice
-from moe.text_part import use_attention
 
 
 class PackedExperts:
@@ -139,16 +135,9 @@ def _finish(net: PreTrainedModel, step: Step, shapes: list[LayerShape]) -> None:
         key, value = pack(halves.key_HUL.transpose(1, 2)), pack(halves.value_HVL)
         module.absorbed = AbsorbedWeight(key, value, value_dim)
         del module.kv_b_proj
-    latents.expand_nothing(net)
-    step.has_states = mixers.exchange(net, RECURRENCES) > 0
     rows = SampleRows(torch.float32, torch.device("cpu"))
-    try_lightning(net, step, rows)
-    if (limit := long_rotary.limit_of(net.config)) is not None:
-        long_rotary.exchange(net, limit, step)
-    if sparse_index.exchange(net, choose_from_pages):
-        use_attention(net, attention_organ.NAME + sparse_index.INDEXED)
-    if pooled := pooled_index.exchange(net, choose_pools):
-        try_pools(net, pooled, step, rows, _make_cache)
+    parts = SequenceParts(RECURRENCES, choose_from_pages, choose_pools, attention_organ.NAME, _make_cache)
+    exchange_parts(net, step, rows, parts)
     adopt(net.modules(), (Norms(rms_norm), Routers(route)), rows)
     adopt_layers(net, step, shapes)
 

@@ -16,10 +16,7 @@ from attention import latents
 from attention.gpu import operator as attention_operator
 from attention.gpu import organ as attention_organ
 from attention.gpu.sparse import choose_from_pages, choose_pools
-from attention.recurrences import mixers
 from attention.recurrences.gpu import RECURRENCES
-from attention.sparse import index as sparse_index
-from attention.sparse import pools as pooled_index
 from dispatch.dispatched import TokenDispatcher
 from dispatch.mode import SMALLEST_CAPACITY, prompt_capacity
 from kvcache.gpu.cache import DeviceCache, token_bytes
@@ -30,7 +27,7 @@ from kvcache.step import Inputs, Span, Step
 from moe import long_rotary, scaled_experts
 from moe.adopt.adopt import SampleRows, adopt
 from moe.adopt.attention import attention
-from moe.adopt.exchanged import try_lightning, try_pools
+from moe.adopt.exchanged import SequenceParts, exchange_parts
 from moe.adopt.gates import gate_of
 from moe.adopt.mlp import GatedMlps
 from moe.adopt.norms import Norms
@@ -55,7 +52,6 @@ from moe.load.quantisation import Quantisation
 from moe.load.quantised_weight import QuantisedWeight
 from moe.mtp.layers import drafting_of
 from moe.slot_choice import SlotChoice
-from moe.text_part import use_attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,16 +227,9 @@ def _make_cache(
 def _finish(on: GpuDevice, net: PreTrainedModel, step: Step, _shapes: list[LayerShape]) -> None:
     """Move buffers to the device, adopt the kernels' forms of modules, and avoid expanding latents twice."""
     net.to(on.device)
-    latents.expand_nothing(net)
-    rows = SampleRows(on.dtype, on.device)
-    step.has_states = mixers.exchange(net, RECURRENCES) > 0
-    try_lightning(net, step, rows)
-    if (limit := long_rotary.limit_of(net.config)) is not None:
-        long_rotary.exchange(net, limit, step)
-    if pooled := pooled_index.exchange(net, choose_pools):
-        try_pools(net, pooled, step, rows, partial(_make_cache, on))
-    if sparse_index.exchange(net, choose_from_pages):
-        use_attention(net, attention_organ.NAME + sparse_index.INDEXED)
+    rows, make_cache = SampleRows(on.dtype, on.device), partial(_make_cache, on)
+    parts = SequenceParts(RECURRENCES, choose_from_pages, choose_pools, attention_organ.NAME, make_cache)
+    exchange_parts(net, step, rows, parts)
     if not on.compiler:
         wide_product = multiply_wide if can_multiply_wide(on.device, on.dtype) else None
         routers = Routers(route, wide_product=wide_product)
