@@ -196,6 +196,12 @@ def uint16s(address: int, count: int) -> Any:
     return carray(pointer(address), (count,), types.uint16)
 
 
+@inlined
+def aligned(num_bytes: int) -> int:
+    """Round a size up to whole cache lines."""
+    return (num_bytes + CACHE_LINE_BYTES - 1) // CACHE_LINE_BYTES * CACHE_LINE_BYTES
+
+
 @compiled
 def now_ns(scratch: int) -> int:
     """Read the monotonic clock; `scratch` is the address of two words."""

@@ -16,9 +16,8 @@ dispatch, and DeepEP's interfaces. (GPU kernels write to each other's memory ins
 
 from typing import Any
 
-from dispatch.native import inlined, words
+from dispatch.native import aligned, inlined, words
 
-ALIGNMENT = 64
 HEADER_BYTES = 64
 HEADER_WORDS = 8
 HEADER_ROWS, HEADER_PAIRS = 0, 1  # of this message; the other words must be equal on all ranks
@@ -47,12 +46,6 @@ NUM_TABLES = 9
 def table(tables: int, R: int, row: int) -> Any:
     """Return one row of the tables."""
     return words(tables + 8 * R * row, R)
-
-
-@inlined
-def aligned(num_bytes: int) -> int:
-    """Round a size up to the alignment of a message's parts."""
-    return (num_bytes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
 
 
 @inlined

@@ -15,7 +15,7 @@ from dispatch.errors import DispatchError, PeerRefused, RanksDisagree
 from dispatch.native import compile_all
 from dispatch.wires import gloo_parts as parts
 from dispatch.wires.gloo_sends import PeerByPeer, Together
-from dispatch.wires.wire import HostWire, RankTable, decode_refusal, encode_refusal, fitting_share
+from dispatch.wires.wire import ALIGNMENT, HostWire, RankTable, decode_refusal, encode_refusal, fitting_share
 
 MAX_PART_BYTES = 16 << 20
 MIN_PART_BYTES = 1 << 20
@@ -157,11 +157,11 @@ class GlooWire(HostWire):
     def _make_room(self, peer: int, size: int) -> Tensor:
         """Move the first part of a long message to separate memory. Return the memory for its rest."""
         large, first = self._large[peer], self.received(peer)[: self._part_bytes - parts.PREFIX_BYTES]
-        large.reserve(size + parts.ALIGNMENT)
+        large.reserve(size + ALIGNMENT)
         large.memory[: first.numel()] = first
         self.recv_addresses.values[peer] = large.address
         # The rest includes the message's padding.
-        rest_bytes = -(-size // parts.ALIGNMENT) * parts.ALIGNMENT - first.numel()
+        rest_bytes = -(-size // ALIGNMENT) * ALIGNMENT - first.numel()
         return large.memory[first.numel() : first.numel() + rest_bytes]
 
     def _raise_for(self, problem: int) -> None:

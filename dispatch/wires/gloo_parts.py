@@ -10,18 +10,12 @@ All functions begin with R, rank, bytes of a part and the table of masked ranks.
 are addresses of int64 [R].
 """
 
-from dispatch.native import compiled, inlined, words
+from dispatch.native import aligned, compiled, inlined, words
 from dispatch.wires.wire import REFUSED
 
-ALIGNMENT = 64
 PREFIX_BYTES = 64  # size, number, epoch, bytes of a refusal's text, and padding for alignment
 DISAGREEMENT, REFUSAL, OUT_OF_STEP = 0, 1, 2  # kinds of problems that `find_messages` reports
 _SIZE, _NUMBER, _EPOCH, _TEXT_BYTES = 0, 1, 2, 3
-
-
-@inlined
-def _aligned(num_bytes: int) -> int:
-    return (num_bytes + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
 
 
 @compiled
@@ -39,7 +33,7 @@ def place_messages(
     total = 0
     for to in range(R):
         if to != rank:
-            total += _aligned(PREFIX_BYTES + sizes[to])
+            total += aligned(PREFIX_BYTES + sizes[to])
     if total > capacity:
         return total
     at = outgoing
@@ -47,7 +41,7 @@ def place_messages(
         addresses[to] = length[to] = 0
         if to != rank:
             addresses[to] = at + PREFIX_BYTES
-            length[to] = _aligned(PREFIX_BYTES + sizes[to])
+            length[to] = aligned(PREFIX_BYTES + sizes[to])
             prefix = words(at, 4)
             prefix[_SIZE] = sizes[to] if text_bytes < 0 else REFUSED
             prefix[_NUMBER], prefix[_EPOCH], prefix[_TEXT_BYTES] = number, epoch, text_bytes

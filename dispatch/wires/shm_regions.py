@@ -12,13 +12,12 @@ All functions begin with the place: signals, first region, R, rank, bytes of a r
 round posts and waits for (written here), and the mask. Every argument is an int64; tables are addresses of int64 [R].
 """
 
-from dispatch.native import compiled, copy, inlined, words
+from dispatch.native import aligned, compiled, copy, inlined, words
 from dispatch.wires import signals
 from dispatch.wires.wire import REFUSED
 
 STRIDE = (1 << 20) + 1
 DISAGREEMENT, REFUSAL, OUT_OF_STEP = 0, 1, 2  # kinds of problems that `find_windows` reports
-_ALIGNMENT = 64
 _SIZE, _TEXT_BYTES = 0, 1  # words of a flag's payload
 
 
@@ -26,11 +25,6 @@ _SIZE, _TEXT_BYTES = 0, 1  # words of a flag's payload
 def _region(start: int, R: int, region_bytes: int, source: int, to: int, number: int) -> int:
     pair = source * (R - 1) + (to if to < source else to - 1)
     return start + (2 * pair + (number & 1)) * region_bytes
-
-
-@inlined
-def _aligned(num_bytes: int) -> int:
-    return (num_bytes + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
 
 
 @compiled
@@ -51,7 +45,7 @@ def place_windows(
             addresses[to] = _region(start, R, region_bytes, rank, to, exchange * STRIDE)
         else:
             addresses[to] = staging + staged
-            staged += _aligned(sizes[to])
+            staged += aligned(sizes[to])
     return staged
 
 
@@ -138,7 +132,7 @@ def stage_windows(
         if sizes[source] > region_bytes:
             if staging != 0:
                 addresses[source] = staging + staged
-            staged += _aligned(sizes[source])
+            staged += aligned(sizes[source])
     return staged
 
 
