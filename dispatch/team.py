@@ -71,8 +71,9 @@ class Kernel(Addressed, Generic[_Arguments]):
 
     def row(self, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> list[int]:
         """Return one row of a program."""
-        given: tuple[Any, ...] = (*args, *(kwargs[name] for name in self._names[1 + len(args) :]))
-        assert len(given) == len(self._names) - 1, f"{self._names[1:]} got {len(args)} and {list(kwargs)}"
+        num_given, names = len(args) + len(kwargs), self._names[1:]
+        assert num_given == len(names), f"{num_given} arguments for {', '.join(names)}"
+        given: tuple[Any, ...] = (*args, *(kwargs[name] for name in names[len(args) :]))
         return [self.address, *given, *[0] * (ROW_WORDS - len(given))]
 
     def place(self, name: str) -> int:

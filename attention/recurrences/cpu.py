@@ -125,13 +125,13 @@ def scan_heads(call: MixerCall, scan: HeadScan) -> Tensor:
     groups, state_dim = scan.write.shape[2:]
     x, b, c = (_rows(rows[0], rows.shape[2] * rows.shape[3]) for rows in (scan.x, scan.write, scan.read))
     time = _rows(scan.dt[0], heads)
-    vectors = floats_of(scan.rate_H, scan.skip_H, scan.bias_H)
+    rate_H, skip_H, bias_H = floats_of(scan.rate_H, scan.skip_H, scan.bias_H)
     shape = torch.tensor([heads, head_dim, groups, state_dim])
     out_THP = torch.zeros(tokens, heads, head_dim)
     row = SCAN_HEADS.row(
         x.data_ptr(), x.stride(0) * 4, time.data_ptr(), time.stride(0) * 4, b.data_ptr(), b.stride(0) * 4, c.data_ptr(),
-        c.stride(0) * 4, *map(_address, vectors), int(scan.has_softplus), bits_of(scan.limits[0]), bits_of(scan.limits[1]),
-        out_THP.data_ptr(), shape.data_ptr(), *_of_step(states, step),
+        c.stride(0) * 4, _address(rate_H), _address(skip_H), _address(bias_H), int(scan.has_softplus),
+        bits_of(scan.limits[0]), bits_of(scan.limits[1]), out_THP.data_ptr(), shape.data_ptr(), *_of_step(states, step),
     )  # fmt: skip
     run(program_of([row]), step.team, step.num_tokens * heads * head_dim * state_dim // _VALUES_PER_NS)
     return out_THP[None]

@@ -172,7 +172,7 @@ def lightning(device: str) -> Kind:
     return Kind(
         StateShape(recurrent=(HEADS, KEY_DIM, VALUE_DIM)),
         inputs,
-        lambda ours, call, *rows: ours.delta_rule(call, decaying_sum(*rows, slopes)),
+        lambda ours, call, query, key, value: ours.delta_rule(call, decaying_sum(query, key, value, slopes)),
         oracle,
         1,
     )
