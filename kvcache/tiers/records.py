@@ -278,7 +278,7 @@ class RecordStore:
         return _HEADER_BYTES + int.from_bytes(key[:8], "little") % self._num_buckets * _BUCKET_BYTES
 
     def _bucket(self, key: bytes) -> list[tuple[int, int]]:
-        return list(_LISTED.iter_unpack(os.pread(self._fd, _BUCKET_BYTES, self._bucket_at(key))))  # type: ignore[arg-type]
+        return list(_LISTED.iter_unpack(os.pread(self._fd, _BUCKET_BYTES, self._bucket_at(key))))
 
     def _write_slot(self, key: bytes, slot: int, listed: tuple[int, int]) -> None:
         os.pwrite(self._fd, _LISTED.pack(*listed), self._bucket_at(key) + slot * _LISTED.size)

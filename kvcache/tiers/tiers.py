@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from queue import SimpleQueue
 from threading import Lock, Thread
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvcache.tiers.figures import TierFigures
 from kvcache.tiers.jobs import Load, Save
@@ -247,10 +247,9 @@ class Tiers:
                 stores = [tier.blocks] if tier.states is None else [tier.blocks, tier.states]
                 used = sum(store.count() * store.record_bytes for store in stores)
                 room = sum(store.num_records * store.record_bytes for store in stores)
+                sizes: dict[str, Any] = {f"{tier.name}_bytes": used, f"{tier.name}_capacity_bytes": room}
                 with self._lock:
-                    self._figures = self._figures._replace(
-                        **{f"{tier.name}_bytes": used, f"{tier.name}_capacity_bytes": room}
-                    )
+                    self._figures = self._figures._replace(**sizes)
 
 
 class _LeavingOut:
