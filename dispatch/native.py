@@ -132,7 +132,7 @@ def copy(typing_context: Any, to: Any, source: Any, num_bytes: Any) -> Any:
 
 @_emitted
 def call_row(typing_context: Any, row: Any, tile: Any) -> Any:
-    """Call the function whose address is the first of a row's words (an `Addressed`), with `tile` and the others.
+    """Call an `Addressed` function with `tile` and a row's words. Its address is the row's first word.
 
     A function with fewer parameters ignores the last words, as the calling conventions of both machines allow.
     """

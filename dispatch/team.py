@@ -66,7 +66,7 @@ class Kernel(Addressed, Generic[_Arguments]):
         """Arguments are words: addresses, sizes, and bits of floats (`bits_of`). `version` is as in `Addressed`."""
         super().__init__(function, version)
         code = self._function.__code__
-        # By their place in a row, whose first word is the kernel's address.
+        # By their place in a row; the kernel's address has the place of `tile`.
         self._names = code.co_varnames[: code.co_argcount]
 
     def row(self, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> list[int]:

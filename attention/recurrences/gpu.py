@@ -58,7 +58,7 @@ def convolve(call: MixerCall, convolution: Convolution) -> Tensor:
 
 
 def delta_rule(call: MixerCall, rule: DeltaRule, skip_H: Tensor | None = None) -> Tensor:
-    """Run a delta rule whose outputs get `skip_H` times their values (see `walk_chunks`). Rows of padding are zero."""
+    """Run a delta rule and add `skip_H` times the values to its output (see `walk_chunks`). Rows of padding are zero."""
     at, states = call.pages.step.on_device, call.pages.states[call.layer]
     H, K, V = rule.state
     q, k, v = (_rows(rows[0]) for rows in (rule.query, rule.key, rule.value))

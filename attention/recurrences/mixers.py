@@ -140,8 +140,8 @@ class ChannelScan(NamedTuple):
         return self.rate_CN.shape[1], self.rate_CN.shape[0]
 
 
-# Runs a record. It returns an output of the shape of `x`, whose rows of padding are finite (zeros on CPU), and leaves the
-# states in the cache's `states`, [Z, *record.state].
+# Runs a record. Returns an output of the shape of `x` with finite rows of padding (zeros on CPU), and leaves the states in
+# the cache's `states`, [Z, *record.state].
 Recurrence = Callable[[MixerCall, Any], Tensor]
 Recurrences = Mapping[type, Recurrence]
 

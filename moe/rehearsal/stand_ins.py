@@ -61,7 +61,7 @@ class _NoPadding(TorchFunctionMode):
 
 
 def make_mask(*, mask_function: Callable[..., Any], local_size: int | None = None, **_options: Any) -> Sight:
-    """Make a mask as `transformers` asks for it, without its values."""
+    """Return the sight of a mask in place of its values."""
     with torch.device("cpu"):
         return sight_of(mask_function, local_size or 0)
 
