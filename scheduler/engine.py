@@ -147,12 +147,15 @@ class Engine:
         else:
             self._deliver(request_id)
 
-    def withdraw(self, request_id: str) -> None:
-        """Withdraw a request if it has not begun; an output reports the result. Unknown and ended ones are ignored."""
+    def withdraw(self, request_id: str, *, even_if_begun: bool = False) -> None:
+        """Release a request if it has not begun, or in any case; an output reports the result.
+
+        Unknown and ended requests are ignored.
+        """
         if self._structures.forget(request_id):
             self._deliver(RequestOutput(request_id=request_id, token_ids=[], is_returned=True))
         else:
-            self._deliver(Withdraw(request_id))
+            self._deliver(Withdraw(request_id, even_if_begun))
 
     def forget_prefixes(self, generation: int) -> None:
         """Hide the present prefix cache from requests that are submitted from now on. `generation`: see `ForgetPrefixes`."""
@@ -464,7 +467,7 @@ class Engine:
 
     def _answer(self, item: str | Withdraw) -> RequestOutput | None:
         if isinstance(item, Withdraw):
-            return self._scheduler.withdraw(item.request_id)
+            return self._scheduler.withdraw(item.request_id, even_if_begun=item.even_if_begun)
         return self._scheduler.abort(item)
 
     def _stats(self, num_step_tokens: int) -> RankStats:

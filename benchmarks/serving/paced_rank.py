@@ -147,8 +147,8 @@ class PacedRank:
                 with self._changed:
                     self.num_aborted += self._open.pop(request_id, None) is not None
                     self._changed.notify_all()
-            case Withdraw(request_id):
-                self._withdraw(request_id)
+            case Withdraw(request_id, even_if_begun):
+                self._withdraw(request_id, even_if_begun=even_if_begun)
             case Prepare(placement):
                 self._on_prepare(self, placement)
             case Stop():
@@ -156,18 +156,18 @@ class PacedRank:
             case FrontLost():
                 self._end()
 
-    def _withdraw(self, request_id: str) -> None:
-        """Return a request if this rank has not generated a token for it yet."""
+    def _withdraw(self, request_id: str, *, even_if_begun: bool) -> None:
+        """Return a request in any case, or only if this rank has not generated a token for it yet."""
         with self._changed:
             each = self._open.get(request_id)
             if each is None:
                 return
-            is_returned = each.num_done == len(each.request.replayed_ids)
+            is_returned = even_if_begun or each.num_done == len(each.request.replayed_ids)
             if is_returned:
                 del self._open[request_id]
+            output = RequestOutput(request_id=request_id, token_ids=[], is_returned=is_returned)
+            self.link.send(StepOutput([output], None))  # behind the tokens of the last step
             self._changed.notify_all()
-        output = RequestOutput(request_id=request_id, token_ids=[], is_returned=is_returned)
-        self.link.send(StepOutput([output], None))
 
     def _run(self) -> None:
         due_s = time.monotonic()
@@ -187,14 +187,15 @@ class PacedRank:
             for output in outputs:
                 if output.finish_reason is not None:
                     del self._open[output.request_id]
+            if outputs and not self._ended.is_set():
+                self.link.send(StepOutput(outputs, self._stats(len(outputs))))
             self._changed.notify_all()
         if self._ended.is_set():
             return
-        if not outputs:
+        if outputs:
+            self._after_step(self, self.num_steps)
+        else:
             self._ended.wait(LOOK_AGAIN_S)
-            return
-        self.link.send(StepOutput(outputs, self._stats(len(outputs))))
-        self._after_step(self, self.num_steps)
 
     def _advance(self, each: OpenRequest) -> RequestOutput | None:
         """Return a request's next token, or None if it gets none in this step."""

@@ -106,7 +106,7 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     error: str = ""
     num_draft_tokens: int = 0  # drafts tried in the step; all `token_ids` except the last were drafts
-    is_returned: bool = False  # the rank has not begun it and forgets it, after `Withdraw`
+    is_returned: bool = False  # the rank has released it and forgets it, after `Withdraw`
 
 
 class DraftCounts(NamedTuple):
@@ -126,12 +126,14 @@ NO_DRAFTS = DraftCounts()
 
 
 class Withdraw(NamedTuple):
-    """Withdraw a request if it has not begun. The output answers: returned, or no tokens if it has begun.
+    """Release a request for another rank. The output answers: returned, or no tokens if the request has begun and stays.
 
     There is no answer for a request that has ended: its end was already delivered.
     """
 
     request_id: str
+    # Release it in any case. Tokens of steps in flight are dropped; the other rank samples the same ones.
+    even_if_begun: bool = False
 
 
 class ForgetPrefixes(NamedTuple):

@@ -233,12 +233,16 @@ class Scheduler:
         self._end(sequence)
         return _end_of(request_id, FinishReason.ABORT)
 
-    def withdraw(self, request_id: str) -> RequestOutput | None:
-        """Release a request that has not begun, for another rank. The output reports the result; None if it is unknown."""
+    def withdraw(self, request_id: str, *, even_if_begun: bool = False) -> RequestOutput | None:
+        """Release a request for another rank. The output reports the result; None if the request is unknown.
+
+        Args:
+            even_if_begun: Release it even if it has begun. Tokens that batches in flight will sample for it are dropped.
+        """
         sequence = self._roster.find(request_id)
         if sequence is None:
             return None
-        if sequence.num_admissions:
+        if sequence.num_admissions and not even_if_begun:
             return RequestOutput(request_id=request_id, token_ids=[])
         self._end(sequence)
         return RequestOutput(request_id=request_id, token_ids=[], is_returned=True)

@@ -146,8 +146,8 @@ class FrontStream:
                 engine.submit(message.request_at(time.monotonic()))
             case Abort(request_id):
                 engine.abort(request_id)
-            case Withdraw(request_id):
-                engine.withdraw(request_id)
+            case Withdraw(request_id, even_if_begun):
+                engine.withdraw(request_id, even_if_begun=even_if_begun)
             case Stop():
                 engine.stop()
             case Prepare(placement):

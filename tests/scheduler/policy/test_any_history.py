@@ -86,6 +86,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.rank.tiers = FakeTiers(self.rank, tiers_seed)
             scheduler.use_tiers(self.rank.tiers)
         self.requests: list[Request] = []
+        self.replayed: dict[str, tuple[int, ...]] = {}  # of requests that were withdrawn
         self.now_s = 0.0
 
     @rule(
@@ -161,13 +162,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.rank.collect([output] if output else [])
 
     @precondition(lambda self: self.requests)
-    @rule(which=st.integers(0, 1000))
-    def withdraw_and_submit_again(self, which: int) -> None:
+    @rule(which=st.integers(0, 1000), even_if_begun=st.booleans())
+    def withdraw_and_submit_again(self, which: int, even_if_begun: bool) -> None:
+        """A request continues from the delivered tokens. Those of batches in flight are dropped."""
         request = self.requests[which % len(self.requests)]
-        output = self.rank.scheduler.withdraw(request.request_id)
-        if output is not None and output.is_returned:
-            assert request.request_id not in self.rank.outputs, "a returned request has outputs"
-            self.rank.scheduler.add(request)
+        output = self.rank.scheduler.withdraw(request.request_id, even_if_begun=even_if_begun)
+        if output is None:
+            return
+        assert output.is_returned or not even_if_begun
+        if output.is_returned:
+            delivered = (*request.replayed_ids, *self.rank.tokens_of(request.request_id))
+            given = self.replayed.get(request.request_id, request.replayed_ids)
+            assert even_if_begun or delivered == given, "a request that had begun was returned"
+            self.replayed[request.request_id] = delivered
+            self.rank.scheduler.add(Request(**{**vars(request), "replayed_ids": delivered}))
 
     @rule(generation=st.integers(1, 3))
     def forget_prefixes(self, generation: int) -> None:

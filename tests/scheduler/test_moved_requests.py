@@ -1,0 +1,238 @@
+"""A request that moves to another rank at every step of its answer gets the bits that it gets without a move.
+
+Two ranks run in lock-step. Before a step they exchange what moves: the rank that released a request passes it with its
+delivered tokens, and the other rank submits it. A control passes a wrong token.
+"""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from benchmarks.models.foreseeing import foresee
+from dispatch.dispatcher import Dispatcher
+from scheduler.assembly import Assembled
+from scheduler.policy.request import RankStats, Request, RequestOutput, Structure
+from scheduler.policy.speculative import parse_speculative_config
+from scheduler.step.lockstep import Agreement
+from tests.conftest import PoolOf
+from tests.scheduler.drafts.test_served_drafts import MTP, SHARE, SUFFIX, always_draft
+from tests.scheduler.test_overlapped_steps import BYTES, DRAWN, END, STOPS, Answer
+from tests.support.engines.serving import build, request
+from tests.support.models.families import write_checkpoint
+from tests.support.models.mtp import write_mtp_checkpoint
+
+LIMITS = {"max_model_len": 128, "max_num_seqs": 8, "max_num_batched_tokens": 40}
+
+
+def requests(rank: int) -> list[Request]:
+    """Return requests of every kind for a rank. All but the last move."""
+    prompt = [3 + (7 * each + rank) % 90 for each in range(21)]
+    kinds: dict[str, dict[str, Any]] = {
+        "greedy": {},
+        "seeded": {**DRAWN, "seed": 11 + rank, "top_p": 0.9, "stop_token_ids": STOPS},
+        "logprobs": {"num_logprobs": 2, "num_prompt_logprobs": 1, "presence_penalty": 1.0},
+        "penalties": {**DRAWN, "repetition_penalty": 1.4, "frequency_penalty": 0.6, "num_logprobs": 0},
+        "structured": {
+            **DRAWN, "structure": Structure("regex", "[a-f]{9}-[0-9]{1,9}"), "stop_token_ids": (END,), "min_tokens": 2,
+        },
+        "stays": {**DRAWN, "seed": 3},
+    }  # fmt: skip
+    return [
+        request(f"{kind} {rank}", prompt[: 9 + 2 * number], max_tokens=18, **params)
+        for number, (kind, params) in enumerate(kinds.items())
+    ]
+
+
+class Mover:
+    """Serves a rank's requests and passes those that move to the other rank. Both ranks exchange before every step."""
+
+    def __init__(self, built: Assembled, every: int, *, falsifies: bool) -> None:
+        """`every`: a request moves whenever it has this number of new tokens at its rank; 0 moves none.
+
+        `falsifies`: pass a wrong last token.
+        """
+        self.found: dict[str, Answer] = {}
+        self.num_released = 0
+        self._engine, self._every, self._falsifies = built.engine, every, falsifies
+        self._here = {each.request_id: each for each in requests(dist.get_rank())}
+        self._num_before = dict.fromkeys(self._here, 0)  # tokens that a request had when it came here
+        self._withdrawn = set[str]()
+        self._leaving: list[tuple[Request, Answer]] = []
+        lockstep = built.engine._lockstep
+        assert lockstep is not None, "it serves from the start"
+        self._agree = lockstep.agree
+        lockstep.agree = self._exchange_and_agree  # type: ignore[method-assign]
+        self._engine._doorbell = self
+
+    def run(self) -> None:
+        """Serve all requests. Collective."""
+        for each in self._here.values():
+            self._engine.submit(each)
+        self._engine.run(self._on_step)
+        self._engine.close()
+
+    def ring(self, step: int) -> None:
+        """Do nothing: no rank sleeps."""
+
+    def wait(self, step: int) -> None:
+        """Go on: the next exchange may bring a request."""
+
+    def _on_step(self, outputs: list[RequestOutput], _stats: RankStats) -> None:
+        for output in outputs:
+            name = output.request_id
+            own = self.found.setdefault(name, Answer([], [], [], []))
+            own.token_ids.extend(output.token_ids)
+            own.logprobs.extend(output.logprobs)
+            own.prompt_logprobs.extend(output.prompt_logprobs)
+            own.ends.extend([output.finish_reason] if output.finish_reason else [])
+            if output.is_returned:
+                self._release(name)
+            elif own.ends:
+                assert name in self._here, "an output came after the release"
+                del self._here[name]
+            elif self._is_due(name):
+                self._withdrawn.add(name)
+                self._engine.withdraw(name, even_if_begun=True)
+
+    def _is_due(self, name: str) -> bool:
+        num_new = len(self.found[name].token_ids) - self._num_before[name]
+        may_move = self._every and not name.startswith("stays") and name not in self._withdrawn
+        return bool(may_move) and num_new >= self._every
+
+    def _release(self, name: str) -> None:
+        self.num_released += 1
+        self._withdrawn.discard(name)
+        answer = self.found.pop(name)
+        tokens = answer.token_ids
+        if self._falsifies and tokens:
+            tokens = [*tokens[:-1], tokens[-1] ^ 1]
+        self._leaving.append((replace(self._here.pop(name), replayed_ids=tuple(tokens)), answer))
+
+    def _exchange_and_agree(self) -> Agreement:
+        everything: list[Any] = [None, None]
+        dist.all_gather_object(everything, (self._leaving, len(self._here)))
+        self._leaving = []
+        if not any(leaving or num_here for leaving, num_here in everything):
+            self._engine.stop()
+        for moved, answer in everything[1 - dist.get_rank()][0]:
+            name = moved.request_id
+            self._here[name], self.found[name] = moved, answer
+            self._num_before[name] = len(answer.token_ids)
+            self._engine.submit(moved)
+        return self._agree()
+
+
+def serve_moving(
+    directory: Path,
+    every: int,
+    settings: dict[str, Any],
+    falsifies: bool = False,
+    known: dict[str, list[int]] | None = None,
+) -> tuple[dict[str, Answer], int]:
+    """Serve both ranks' requests as `Mover` does. Return the answers that ended here, and the number of moves from here.
+
+    `known`: drafts, by request. With None, the model drafts if the settings say so.
+    """
+    Dispatcher.is_replayable = bool(settings.get("overlaps_steps"))  # as on GPUs
+    try:
+        drafts = settings.get("speculative_config")
+        given = {"speculative_config": parse_speculative_config(drafts)} if drafts else {}
+        built = build(directory, load_vocabulary=lambda: BYTES, **{**LIMITS, **settings, **given})
+        num_drafts = [0, 0]
+        if drafts:
+            rows = {name: [(token, None) for token in tokens] for name, tokens in (known or {}).items()}
+            always_draft(rows or None, num_drafts, built)
+        free = built.scheduler.stats.num_free_blocks
+        mover = Mover(built, every, falsifies=falsifies)
+        mover.run()
+        assert built.scheduler.stats.num_free_blocks == free, "blocks leaked"
+        assert bool(num_drafts[0]) == bool(drafts), "no draft was right"
+        return mover.found, mover.num_released
+    finally:
+        Dispatcher.is_replayable = False
+
+
+def both(pool_of: PoolOf, *arguments: Any) -> tuple[dict[str, Answer], int]:
+    """Return the answers of both ranks, and how often requests moved."""
+    shares = pool_of(2).run(serve_moving, *arguments)
+    assert not shares[0][0].keys() & shares[1][0].keys(), "a request has one outcome"
+    return shares[0][0] | shares[1][0], shares[0][1] + shares[1][1]
+
+
+def check(pool_of: PoolOf, directory: Path, settings: dict[str, Any], *, least: int = 60) -> None:
+    """Compare moves after every token, and after several ones, with no move."""
+    wanted, none = both(pool_of, directory, 0, settings)
+    assert none == 0 and len(wanted) == 12
+    for every in (1, 5):
+        found, num_moves = both(pool_of, directory, every, settings)
+        assert found == wanted
+        assert num_moves >= least // every, "requests moved after every few tokens"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a checkpoint."""
+    made: Path = tmp_path_factory.mktemp("moved")
+    write_checkpoint("qwen3_moe", made)
+    return made
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"overlaps_steps": True},
+        pytest.param({"enable_prefix_caching": False}, marks=pytest.mark.slow),
+        pytest.param({"max_num_seqs": 3, "max_num_batched_tokens": 9}, marks=pytest.mark.slow),
+    ],
+)
+def test_requests_of_every_kind_move_at_every_step(
+    pool_of: PoolOf, directory: Path, settings: dict[str, Any]
+) -> None:
+    check(pool_of, directory, settings)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+def test_drafted_requests_move_at_every_step(pool_of: PoolOf, tmp_path: Path, family: str) -> None:
+    """Most drafts are right, so a step yields several tokens of a request."""
+    write_checkpoint(family, tmp_path)
+    wanted, _ = both(pool_of, tmp_path, 0, {})
+    known = {name: answer.token_ids for name, answer in wanted.items()}
+    for every in (0, 1, 5):
+        found, num_moves = both(pool_of, tmp_path, every, {"speculative_config": SUFFIX}, False, known)
+        assert found == wanted and num_moves >= (30 // every if every else 0)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+def test_requests_with_drafts_of_the_model_move_at_every_step(
+    pool_of: PoolOf, tmp_path: Path, family: str
+) -> None:
+    write_mtp_checkpoint(family, tmp_path, num_layers=1, change=partial(foresee, share=SHARE))
+    check(pool_of, tmp_path, {"speculative_config": MTP}, least=30)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("qwen3_next", {}),
+        pytest.param("qwen3_next", {"overlaps_steps": True}, marks=pytest.mark.slow),
+        pytest.param("nemotron_h", {"enable_prefix_caching": False}, marks=pytest.mark.slow),
+        pytest.param("deepseek_v32", {}, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_requests_of_recurrent_and_sparse_models_move_at_every_step(
+    pool_of: PoolOf, tmp_path: Path, family: str, settings: dict[str, Any]
+) -> None:
+    write_checkpoint(family, tmp_path)
+    check(pool_of, tmp_path, settings)
+
+
+def test_a_wrong_token_in_a_move_is_seen(pool_of: PoolOf, directory: Path) -> None:
+    wanted, _ = both(pool_of, directory, 0, {})
+    found, _ = both(pool_of, directory, 5, {}, True)
+    assert found != wanted
