@@ -89,7 +89,8 @@ class Generation:
         self.index = index
         self.rank = rank
         self.asker = NOBODY
-        self.num_moves = 0  # number of times that a rank released it
+        self.num_moves = 0  # number of times that a rank released it, except draining ranks
+        self.is_resuming = False  # whether it has tokens and waits for the first one after a move
         self.num_tokens = 0
         self.num_draft_tokens = self.num_accepted_tokens = 0
         self.num_cached_tokens = self.num_host_tokens = self.num_disk_tokens = 0

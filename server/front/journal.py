@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from scheduler.policy.request import FinishReason, Request
+from server.front.router import MoveCause
 
 HISTORY = 4096  # outcomes kept
 MAX_INCIDENTS = 3  # without a token in between: a request that kills its ranks must not do so forever
@@ -49,7 +50,8 @@ class Journal:
         self._open: dict[str, Entry] = {}
         self._outcomes: deque[Outcome] = deque(maxlen=history)
         self._num_accepted = 0
-        self._num_replayed = self._num_moved = 0
+        self._num_replayed = 0
+        self._num_moved: Counter[MoveCause] = Counter()
         self._ended: Counter[FinishReason] = Counter()
 
     @property
@@ -73,9 +75,9 @@ class Journal:
         return self._num_replayed
 
     @property
-    def num_moved(self) -> int:
-        """Number of times since the start that a rank released a waiting request."""
-        return self._num_moved
+    def num_moved(self) -> Counter[MoveCause]:
+        """Number of times since the start that a rank released a request for another rank, by cause."""
+        return Counter(self._num_moved)
 
     @property
     def num_ended(self) -> Counter[FinishReason]:
@@ -98,10 +100,10 @@ class Journal:
         self._num_replayed += 1
         return True
 
-    def take_back(self, request_id: str) -> None:
-        """Record that a rank released a request that it had not begun."""
+    def take_back(self, request_id: str, cause: MoveCause) -> None:
+        """Record that a rank released a request."""
         assert request_id in self._open, f"request {request_id} is released after its end"
-        self._num_moved += 1
+        self._num_moved[cause] += 1
 
     def request_so_far(self, request_id: str) -> Request:
         """Return the request with its delivered tokens, so that another rank can continue it."""

@@ -5,9 +5,9 @@ The one place where journal, router, ranks and metrics meet. Everything here run
 The requests of a lost rank move to other ranks. The prompt, the parameters with their seed and the delivered tokens let
 another rank generate the same rest of the answer. Without a rank they wait, and their deadlines keep running.
 
-If a request waits at a rank while another has room, the front withdraws it (`Router.plan_moves`). Only the rank knows whether
-it has begun the request, so the rank decides. A released request belongs to no rank until it is submitted again; a request that
-has begun stays. If its client leaves or its rank is lost meanwhile, it still counts as being at its last rank.
+Requests move between ranks (`moves`): one that waits while another rank has room, and one that runs if its rank is short of
+blocks or draining. The front withdraws it and submits it again with its delivered tokens, so the other rank generates the same
+rest of the answer. Until its rank has released it, it counts as being there, also if its client leaves or that rank is lost.
 
 A client may limit the number of an answer's choices that are at ranks at once (lines of batches do). The others are held here
 and follow one by one.
@@ -15,14 +15,13 @@ and follow one by one.
 
 import asyncio
 import logging
-import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from scheduler.policy.request import FinishReason, RankStats, RequestOutput, Withdraw
+from scheduler.policy.request import FinishReason, RankStats, RequestOutput
 from scheduler.structure.compiler import CLIENTS_FAULT, StructureError
 from server.front import errors
 from server.front.admission import Admission
@@ -30,14 +29,14 @@ from server.front.detokenizer import Decoder
 from server.front.errors import ApiError
 from server.front.generations import NOBODY, Answer, Ask, Asker, Generation
 from server.front.journal import MAX_INCIDENTS, Journal
-from server.front.router import Router
+from server.front.moves import Moves
+from server.front.router import MoveCause, Router
 from server.front.timing import Timing, timing_of
 from server.link.messages import Abort, RankFacts
 from server.link.ranks import Ranks
 
 _LOG = logging.getLogger("wideep.front")
 _NO_RANK_YET = 0  # any value, until the request is submitted
-MOVE_EVERY_S = 0.05  # minimum time between two searches for moves
 # Prompt tokens submitted to ranks in one go: 128 choices of a prompt of 100,000 tokens would take 1.5 s.
 TOKENS_AT_ONCE = 200_000
 RANK_GRACE_S = 1.0  # a rank ends a late request itself; if it does not, the front does after this time
@@ -62,6 +61,9 @@ class RequestCounts(Protocol):
 
     def note_tokens(self, rank: int, num_tokens: int, gap_s: float | None) -> None:
         """Record tokens that arrived `gap_s` after the previous ones, or None for the first tokens."""
+
+    def note_pause(self, rank: int, seconds: float) -> None:
+        """Record the time between the tokens before and after a move to `rank`."""
 
     def note_end(
         self,
@@ -89,6 +91,7 @@ class Requests:
         ranks: Ranks,
         router: Router,
         journal: Journal,
+        moves: Moves,
         metrics: RequestCounts,
         timeout_s: float,
         admission: Admission | None = None,
@@ -106,6 +109,7 @@ class Requests:
         self._ranks = ranks
         self._router = router
         self._journal = journal
+        self._moves = moves
         self._metrics = metrics
         self._timeout_s = timeout_s
         self._admission = admission or Admission(None)
@@ -121,7 +125,6 @@ class Requests:
         self._why_not_ready = why_not_ready
         self._who_asks = who_asks
         self._closed: ApiError | None = None
-        self._looked_s = -math.inf  # time of the last search for moves
         self._num_answers = 0
         self._is_empty = asyncio.Event()
         self._is_empty.set()
@@ -210,28 +213,27 @@ class Requests:
 
     def note_rank(self, facts: RankFacts) -> None:
         """Record the capacity of a rank that is ready."""
-        self._router.note_size(facts.rank, seats=facts.max_num_seqs, block_tokens=facts.block_tokens)
+        self._router.note_size(
+            facts.rank,
+            seats=facts.max_num_seqs,
+            block_tokens=facts.block_tokens,
+            step_tokens=facts.max_num_batched_tokens,
+        )
 
     def note_stats(self, stats: RankStats) -> None:
-        """Record a rank's state after a step. Withdraw requests that wait there while other ranks have room."""
+        """Record a rank's state after a step, and let requests move."""
         self._router.note_stats(stats)
-        now_s = time.monotonic()
-        if now_s - self._looked_s >= MOVE_EVERY_S:
-            self._looked_s = now_s
-            for request_id, rank in self._router.plan_moves(self._prompt_of).items():
-                self._ranks.post(rank, Withdraw(request_id))
-
-    def _prompt_of(self, request_id: str) -> Sequence[int]:
-        return self._journal.open_entries[request_id].request.prompt_ids
+        self._moves.look()
 
     def _take_back(self, generation: Generation, now_s: float) -> None:
-        """Submit a released request to another rank. Its old rank has not begun it, and forgets it."""
+        """Submit a request that its rank released, with its delivered tokens, to another rank."""
         request_id = generation.ask.request.request_id
-        self._journal.take_back(request_id)
-        generation.num_moves += 1
         request = self._journal.request_so_far(request_id)
-        target = self._router.take_back(request_id, [*request.prompt_ids, *request.replayed_ids])
-        self._submit(generation, now_s, is_moved=True, target=target)
+        released = self._router.take_back(request_id, [*request.prompt_ids, *request.replayed_ids])
+        self._journal.take_back(request_id, released.cause)
+        generation.num_moves += released.cause is not MoveCause.DRAIN
+        generation.is_resuming = bool(request.replayed_ids)
+        self._submit(generation, now_s, is_moved=True, target=released.target)
 
     @property
     def num_parked(self) -> int:
@@ -379,6 +381,7 @@ class Requests:
             priority=request.priority,
             key_id=request.key_id,
             num_moves=generation.num_moves,
+            is_resumed=bool(request.replayed_ids),
         )
         self._ranks.submit(rank, request, now_s=now_s)
 
@@ -416,6 +419,9 @@ class Requests:
         is_first = generation.first_token_s is None
         gap_s = now_s - generation.last_token_s
         self._metrics.note_tokens(generation.rank, len(output.token_ids), None if is_first else gap_s)
+        if generation.is_resuming:
+            generation.is_resuming = False
+            self._metrics.note_pause(generation.rank, gap_s)
         if is_first:
             generation.first_token_s = now_s
             self._admission.note_begun(now_s)

@@ -25,11 +25,14 @@ class RoundRobin(Router):
         self._num_picked = 0
 
     def pick(self, prompt_ids: Sequence[int], session: str = "", *, untold: np.ndarray | None = None) -> int:
-        ranks = np.flatnonzero(self._is_available)
+        ranks = np.flatnonzero(self._receivers())
         self._num_picked += 1
         return int(ranks[(self._num_picked - 1) % len(ranks)])
 
     def plan_moves(self, prompt_of: Callable[[str], Sequence[int]]) -> dict[str, int]:
+        return {}
+
+    def plan_relief(self, prompt_of: Callable[[str], Sequence[int]]) -> dict[str, int]:
         return {}
 
 

@@ -47,6 +47,7 @@ from server.front.events import EventLog
 from server.front.generations import Ask
 from server.front.journal import Journal
 from server.front.membership import Epochs
+from server.front.moves import Moves
 from server.front.readiness import why_no_change, why_not_ready
 from server.front.requests import Requests
 from server.front.routers import ROUTERS
@@ -114,11 +115,13 @@ class HttpService:
         self._options, self._throughput = options, metrics.throughput
         self._is_draining = False
         router = ROUTERS[options.routing_policy](ranks.num_ranks)
+        self._moves = Moves(router, ranks, journal, num_ranks=ranks.num_ranks, events=self.events)
         self.requests = Requests(
             decoder=tokenizer,
             ranks=ranks,
             router=router,
             journal=journal,
+            moves=self._moves,
             metrics=metrics,
             timeout_s=options.request_timeout_s,
             admission=Admission(options.max_num_queued_reqs),
@@ -191,7 +194,8 @@ class HttpService:
         """Return how many requests the ranks can run at once; 0 if the service is not ready."""
         if self.why_not_ready() is not None:
             return 0
-        return sum(stream.facts.max_num_seqs for stream in self._ranks.attached.values())
+        attached = self._ranks.attached.items()
+        return sum(stream.facts.max_num_seqs for rank, stream in attached if self._moves.takes_requests(rank))
 
     def _routers(
         self, options: Options, metrics: Metrics, version: str, environment: Mapping[str, str]

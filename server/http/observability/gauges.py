@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 
 from server.front.journal import Journal
 from server.front.membership import Epochs, Phase
+from server.front.router import MoveCause
 
 
 class OpenCount(Protocol):
@@ -108,11 +109,20 @@ class MembershipMetrics(Collector):  # type: ignore[misc]
         )
         replayed.add_metric((self._model_name,), float(self._journal.num_replayed))
         yield replayed
+        num_moved = self._journal.num_moved
         moved = CounterMetricFamily(
-            "wideep:moved_requests", "Waiting choices moved to another rank.", labels=("model_name",)
+            "wideep:moved_requests", "Choices moved to another rank.", labels=("model_name",)
         )
-        moved.add_metric((self._model_name,), float(self._journal.num_moved))
+        moved.add_metric((self._model_name,), float(num_moved.total()))
         yield moved
+        moves = CounterMetricFamily(
+            "wideep:request_moves",
+            "Choices moved to another rank, by cause.",
+            labels=("model_name", "cause"),
+        )
+        for cause in MoveCause:
+            moves.add_metric((self._model_name, cause.value), float(num_moved[cause]))
+        yield moves
         yield from self._ranks()
 
     def _ranks(self) -> Iterator[Metric]:

@@ -58,10 +58,12 @@ class Families:
         """Return a counter per rank; "_total" is appended to its name."""
         return self._per_rank(Counter(f"vllm:{name}", text, LABELS, registry=self.registry))
 
-    def histogram(self, name: str, text: str, buckets: Sequence[float]) -> dict[str, Any]:
+    def histogram(
+        self, name: str, text: str, buckets: Sequence[float], prefix: str = "vllm"
+    ) -> dict[str, Any]:
         """Return a histogram per rank."""
         return self._per_rank(
-            Histogram(f"vllm:{name}", text, LABELS, buckets=buckets, registry=self.registry)
+            Histogram(f"{prefix}:{name}", text, LABELS, buckets=buckets, registry=self.registry)
         )
 
     def histogram_of_requests(self, name: str, text: str, buckets: Sequence[float]) -> Any:
@@ -212,6 +214,12 @@ class Metrics:
         self._output_tokens = make.counter("generation_tokens", "Tokens generated.")
         self._ttft = make.histogram("time_to_first_token_seconds", "Arrival to first token.", TTFT_S)
         self._itl = make.histogram("inter_token_latency_seconds", "Time between tokens.", TOKEN_S)
+        self._pause = make.histogram(
+            "request_move_pause_seconds",
+            "Time between the tokens before and after a move.",
+            TOKEN_S,
+            "wideep",
+        )
 
     def _make_request_families(self, make: Families) -> None:
         """Create families of finished and submitted requests."""
@@ -353,6 +361,9 @@ class Metrics:
         if gap_s is not None:
             for _ in range(num_tokens):
                 self._itl[str(rank)].observe(gap_s / num_tokens)
+
+    def note_pause(self, rank: int, seconds: float) -> None:
+        self._pause[str(rank)].observe(seconds)
 
     def note_end(
         self,

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from scheduler.policy.scheduler import SchedulerStats
+from server.front.router import MoveCause
 from server.tools.simulate.rank import Rows
 from server.tools.size.step_times import StepCost, StepTimes
 
@@ -73,6 +74,7 @@ class SimulationReport:
     num_preemptions: int
     prefix_hit_rate: float  # share of prompt tokens
     num_request_moves: int  # waiting requests moved to another rank
+    num_running_moves: int  # running requests moved to another rank, instead of preemptions
     num_expert_moves: int = 0
 
     def to_json(self) -> dict[str, Any]:
@@ -86,7 +88,7 @@ class SimulationFigures:
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self.num_events = 0  # ended requests
-        self.num_request_moves = 0
+        self.num_request_moves: Counter[MoveCause] = Counter()
         self._ttft_s, self._tpot_s, self._e2e_s = array("d"), array("d"), array("d")
         self._has_tpot = array("b")
         self._gaps: Counter[int] = Counter()
@@ -206,7 +208,8 @@ class SimulationFigures:
             kv_usage=self._kv_usage(),
             num_preemptions=sum(each.num_preemptions for each in self._stats),
             prefix_hit_rate=sum(each.prefix_hit_tokens for each in self._stats) / max(1, queried),
-            num_request_moves=self.num_request_moves,
+            num_request_moves=self.num_request_moves[MoveCause.QUEUE],
+            num_running_moves=self.num_request_moves[MoveCause.MEMORY],
             num_expert_moves=num_expert_moves,
         )
 

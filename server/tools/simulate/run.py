@@ -285,6 +285,7 @@ def _lines(run: SimulatedRun, slo: str) -> list[tuple[str, str]]:
     return [
         *lines,
         ("waiting requests moved", f"{report.num_request_moves:,}"),
+        ("running requests moved", f"{report.num_running_moves:,}"),
         ("experts moved", f"{report.num_expert_moves:,}"),
         ("KV blocks in use, mean / maximum", kv),
         ("preemptions", f"{report.num_preemptions:,}"),

@@ -2,7 +2,8 @@
 
 The loop is the engine's (`scheduler.engine`), for all ranks at once: agree, take in arrivals, plan, announce the next step,
 run, commit. `StepTimes` determines the duration of a step. A request that arrives during a step is routed by the front's
-state at that time, and runs in the next step at the earliest. So does a waiting request that moves.
+state at that time, and runs in the next step at the earliest. So does a request that moves. Moves of running requests are
+only looked for while requests wait at some rank and at some rank none does; the front looks always.
 
 The cost depends on events, not on steps times ranks: ranks that only decode coast (see `rank`), and all headers of a step
 are merged into one with the same decision (any of the flags, the most decodes, the least budget). `is_stepwise` skips
@@ -10,7 +11,7 @@ nothing: the slow oracle of the tests. Not simulated: tokenizing, HTTP, faults, 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -18,8 +19,8 @@ from dispatch.errors import DispatchError
 from scheduler.policy.config import DispatchMode
 from scheduler.policy.request import FinishReason, RankStats, Request, RequestOutput, SamplingParams
 from scheduler.step.lockstep import Agreement, Decision, LockStep
-from server.front.requests import MOVE_EVERY_S
-from server.front.router import EXPECTED_OUTPUT_TOKENS, Router
+from server.front.moves import MOVE_EVERY_S
+from server.front.router import EXPECTED_OUTPUT_TOKENS, MoveCause, Router
 from server.tools.simulate.coming_step import Announcements, Coasting
 from server.tools.simulate.experts import ExpertBalance
 from server.tools.simulate.figures import RequestOutcome, SimulationFigures
@@ -42,8 +43,9 @@ class PreemptedError(RuntimeError):
 class _Open:
     """A request without an outcome yet."""
 
-    request: Request
+    request: Request  # with the tokens that it got at earlier ranks
     num_moves: int = 0
+    is_begun: bool = False  # by its present rank
     num_tokens: int = 0
     first_s: float = 0.0
     last_s: float = 0.0
@@ -226,14 +228,16 @@ class SimulatedService:
         self._routing.admit(
             request.request_id,
             rank,
-            request.prompt_ids,
+            [*request.prompt_ids, *request.replayed_ids] if request.replayed_ids else request.prompt_ids,
             self._limits.max_model_len,
             num_moves=entry.num_moves,
+            is_resumed=bool(request.replayed_ids),
         )
+        entry.is_begun = False
         self._inbox.setdefault(rank, []).append(request)
 
     def _move(self) -> None:
-        """Move waiting requests to ranks with room, as the front does: by the ranks' reports after a step, at intervals."""
+        """Move requests to ranks with room, as the front does: by the ranks' reports after a step, at intervals."""
         is_due = self.now_s - self._looked_s >= MOVE_EVERY_S
         if not is_due or not self._is_crowded.any() or self._is_crowded.all():
             return
@@ -242,26 +246,38 @@ class SimulatedService:
             self._catch_up(number)
             stats = rank.scheduler.stats._asdict()
             self._routing.note_stats(RankStats(rank=number, step=self._step, num_step_tokens=0, **stats))
-        moves = self._routing.plan_moves(lambda request_id: self._open[request_id].request.prompt_ids)
-        for request_id, number in moves.items():
-            entry = self._open[request_id]
-            if not self._takes_back(entry.request, number):
-                self._routing.begin(request_id)
-                continue
-            entry.num_moves += 1
-            self.figures.num_request_moves += 1
-            prompt_ids = entry.request.prompt_ids
-            target = self._routing.take_back(request_id, prompt_ids)
-            self._submit(entry, self._routing.pick(prompt_ids) if target is None else target)
-        for number in set(moves.values()):
+        waiting = self._routing.plan_moves(self._prompt_of)
+        running = self._routing.plan_relief(self._prompt_of)
+        for cause, moves in ((MoveCause.QUEUE, waiting), (MoveCause.MEMORY, running)):
+            for request_id, number in moves.items():
+                self._withdraw(self._open[request_id], number, cause)
+        for number in {*waiting.values(), *running.values()}:
             self._settle(number)
 
-    def _takes_back(self, request: Request, number: int) -> bool:
-        """Take a request back from its rank. Returns False if the rank has already begun it."""
+    def _prompt_of(self, request_id: str) -> Sequence[int]:
+        return self._open[request_id].request.prompt_ids
+
+    def _withdraw(self, entry: _Open, number: int, cause: MoveCause) -> None:
+        """Submit a request to another rank, unless it has begun and may only move while it waits."""
+        request = entry.request
+        request_id = request.request_id
+        if not self._takes_back(request, number, even_if_begun=cause is MoveCause.MEMORY):
+            self._routing.begin(request_id)
+            return
+        entry.num_moves += 1
+        self.figures.num_request_moves[cause] += 1
+        released = self._routing.take_back(request_id, request.prompt_ids)
+        entry.request = replace(request, replayed_ids=(answer_token(request_id),) * entry.num_tokens)
+        target = released.target
+        self._submit(entry, self._routing.pick(request.prompt_ids) if target is None else target)
+
+    def _takes_back(self, request: Request, number: int, *, even_if_begun: bool) -> bool:
+        """Take a request back from its rank. Returns False if the rank has begun it and may keep it."""
         if request in self._inbox.get(number, ()):
             self._inbox[number].remove(request)
             return True
-        output = self._ranks[number].scheduler.withdraw(request.request_id)
+        scheduler = self._ranks[number].scheduler
+        output = scheduler.withdraw(request.request_id, even_if_begun=even_if_begun)
         return output is not None and output.is_returned
 
     def _take_inbox(self) -> None:
@@ -302,7 +318,8 @@ class SimulatedService:
         """Record an output of a step that the rank planned."""
         entry = self._open[output.request_id]
         num_tokens = len(output.token_ids)
-        if not entry.num_tokens:
+        if not entry.is_begun:
+            entry.is_begun = True
             self._routing.begin(output.request_id)
         if num_tokens:
             assert output.token_ids[-1] == answer_token(output.request_id), "requests get their own tokens"
@@ -351,7 +368,14 @@ class SimulatedService:
     def _coast(self, number: int, num_steps: int) -> None:
         rank = self._ranks[number]
         ids = [sequence.request.request_id for sequence in rank.scheduler.running]
-        left = [EXPECTED_OUTPUT_TOKENS - self._open[request_id].num_tokens for request_id in ids]
+        entries = [self._open[request_id] for request_id in ids]
+        replayed = [
+            len(entry.request.replayed_ids) for entry in entries
+        ]  # the router was charged again after a move
+        left = [
+            EXPECTED_OUTPUT_TOKENS - entry.num_tokens + count
+            for entry, count in zip(entries, replayed, strict=True)
+        ]
         charged = [count for count in left if count > 0]
         frees = rank.scheduler.stats.num_waiting and num_steps == rank.scheduler.num_steps_to_end
         self._coasting.begin(

@@ -15,6 +15,7 @@ from scheduler.policy.request import Request
 from server.api.openai.completions import completion_routes
 from server.api.served import ServedModel
 from server.front.journal import Journal
+from server.front.moves import Moves
 from server.front.requests import Requests
 from server.front.router import Router
 from server.front.structure.structure_checks import StructureChecks
@@ -69,11 +70,13 @@ def oracle(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
 
 def answer(directory: Path, model_dir: Path, body: dict[str, Any]) -> dict[str, Any]:
     tokenizer, ranks, metrics = Tokenizer(str(model_dir)), EngineRanks(directory), Metrics("tiny", 1)
+    router, journal = Router(1), Journal()
     requests = Requests(
         decoder=tokenizer,
         ranks=ranks,  # type: ignore[arg-type]
-        router=Router(1),
-        journal=Journal(),
+        router=router,
+        journal=journal,
+        moves=Moves(router, ranks, journal, num_ranks=1),
         metrics=metrics,
         timeout_s=0.0,
     )

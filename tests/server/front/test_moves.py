@@ -1,7 +1,7 @@
-"""Waiting requests move to a rank with room. Each is answered once and completely under any fault."""
+"""Requests move to a rank with room. Each is answered once and completely under any fault."""
 
 import random
-from collections import deque
+from collections import Counter, deque
 
 import pytest
 
@@ -10,7 +10,7 @@ from scheduler.policy.request import FinishReason, RankStats, Request, RequestOu
 from scheduler.policy.scheduler import Scheduler
 from server.front.generations import Answer, Ask, Asker
 from server.front.journal import Journal
-from server.front.router import MAX_MOVES, MOVE_GAIN_TOKENS, PREFIX_CHUNK_TOKENS, Router
+from server.front.router import MAX_MOVES, MOVE_GAIN_TOKENS, PREFIX_CHUNK_TOKENS, MoveCause, Router
 from server.front.routers import FewestTokens
 from server.link.messages import Abort
 from tests.support.models.fake_model import VOCABULARY, FakeRank, serve_alone
@@ -19,7 +19,9 @@ from tests.support.requests.desk import Desk, in_loop
 SEATS, BLOCK_TOKENS = 2, 16
 
 
-def stats_of(rank: int, *, running: int = 0, waiting: int = 0, free_blocks: int = 200) -> RankStats:
+def stats_of(
+    rank: int, *, running: int = 0, waiting: int = 0, free_blocks: int = 200, num_preemptions: int = 0
+) -> RankStats:
     return RankStats(
         rank=rank,
         step=1,
@@ -28,7 +30,7 @@ def stats_of(rank: int, *, running: int = 0, waiting: int = 0, free_blocks: int 
         num_free_blocks=free_blocks,
         num_blocks=200,
         num_step_tokens=1,
-        num_preemptions=0,
+        num_preemptions=num_preemptions,
         prefix_query_tokens=0,
         prefix_hit_tokens=0,
     )
@@ -169,7 +171,7 @@ def test_what_is_given_back_goes_where_its_place_is_kept_unless_others_wait_ther
         router.note_stats(stats_of(1, running=SEATS, waiting=waiting))
         if is_lost:
             router.leave(1)
-        return router.take_back("r2", prompts["r2"])
+        return router.take_back("r2", prompts["r2"]).target
 
     assert given_back() == 1
     assert given_back(waiting=1) is None and given_back(is_lost=True) is None
@@ -213,7 +215,7 @@ class CrowdedDesk(Desk):
         self.look(num_waiting=len(names) - SEATS)
 
     def look(self, *, num_waiting: int) -> None:
-        self.requests._looked_s = float("-inf")
+        self.moves._looked_s = float("-inf")
         self.requests.note_stats(stats_of(self.home, running=SEATS, waiting=num_waiting))
 
     def give_back(self, name: str) -> None:
@@ -242,7 +244,7 @@ async def test_a_request_that_waits_goes_where_there_is_room_and_takes_its_sessi
     assert desk.router.pick([1], "s") == desk.other
     desk.end("abcd")
     assert [await text_of(answer) for answer in desk.answers.values()] == list("abcd")
-    assert desk.reasons() == [FinishReason.STOP] * 4 and desk.journal.num_moved == 1
+    assert desk.reasons() == [FinishReason.STOP] * 4 and desk.journal.num_moved.total() == 1
 
 
 @in_loop
@@ -378,7 +380,8 @@ class Hall:
                     fake.outputs.pop(message.request_id, None)
                     fake.scheduler.add(message)
                 elif isinstance(message, Withdraw):
-                    outputs.append(fake.scheduler.withdraw(message.request_id))
+                    name, even_if_begun = message
+                    outputs.append(fake.scheduler.withdraw(name, even_if_begun=even_if_begun))
                 else:
                     outputs.append(fake.scheduler.abort(message.request_id))
         said = {name: len(each) for name, each in fake.outputs.items()}
@@ -394,7 +397,7 @@ class Hall:
         """Let the front receive one message of a rank."""
         if self.to_front[rank]:
             outputs, stats = self.to_front[rank].popleft()
-            self.desk.requests._looked_s = float("-inf")
+            self.desk.moves._looked_s = float("-inf")
             self.desk.requests.note_stats(stats)
             self.desk.requests.deliver(rank, outputs)
 
@@ -409,13 +412,21 @@ def test_whatever_moves_is_lost_and_left_every_request_gets_its_tokens_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("server.front.router.MOVE_GAIN_TOKENS", 1)  # prompts and answers are short here
-    journals = [run_a_day(seed) for seed in range(5)]
-    assert sum(journal.num_moved for journal in journals) > 15
+    journals = [run_a_day(seed, has_drains=seed % 2 == 0) for seed in range(6)]
+    monkeypatch.setattr(
+        "server.front.router.MOVE_GAIN_TOKENS", 1 << 40
+    )  # so that queues grow while other ranks are idle
+    journals += [run_a_day(seed, has_drains=False, has_pauses=True) for seed in range(12)]
+    num_moved = sum((journal.num_moved for journal in journals), Counter())
+    assert all(num_moved[cause] > 15 for cause in MoveCause), num_moved
     assert sum(journal.num_replayed for journal in journals) > 5
 
 
-def run_a_day(seed: int) -> Journal:
-    """Let requests arrive, move, lose their ranks and be left until none is open. Each must get the answer it would get alone."""
+def run_a_day(seed: int, *, has_drains: bool, has_pauses: bool = False) -> Journal:
+    """Let requests arrive, move, lose their ranks and be left until none is open. Each must get the answer it would get alone.
+
+    `has_drains`: ranks drain. `has_pauses`: requests come in groups, after which ranks become idle.
+    """
     journals: list[Journal] = []
 
     @in_loop
@@ -425,7 +436,8 @@ def run_a_day(seed: int) -> Journal:
         answers: dict[str, tuple[Request, Answer]] = {}
         left: set[str] = set()
         for time in range(4000):
-            if time < 500 and rng.random() < 0.2:
+            rate = (0.8 if time % 100 < 20 else 0.0) if has_pauses else 0.2
+            if time < 500 and rng.random() < rate:
                 name = f"r{len(answers)}"
                 prompt = tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 24)))
                 params = SamplingParams(max_tokens=rng.randint(1, 14))
@@ -435,6 +447,10 @@ def run_a_day(seed: int) -> Journal:
             rng.choice([hall.step, hall.hear])(rank)
             if rng.random() < 0.003 and time < 500:
                 hall.lose(rank)
+            if has_drains and rng.random() < 0.01 and hall.desk.router.can_spare(rank):
+                hall.desk.moves.drain(rank)
+            if has_drains and rng.random() < 0.02:
+                hall.desk.moves.undo(rank)
             if rng.random() < 0.01 and answers:
                 name = rng.choice(list(answers))
                 if not answers[name][1].generations[0].finished:

@@ -8,6 +8,7 @@ from scheduler.policy.request import FinishReason, Request, RequestOutput, Sampl
 from server.front.admission import Admission
 from server.front.generations import NOBODY, Answer, Ask
 from server.front.journal import Journal
+from server.front.moves import Moves
 from server.front.requests import Requests
 from server.front.router import Router
 from server.http.observability.metrics import Metrics
@@ -22,6 +23,7 @@ class StubRanks:
         self.submitted: list[tuple[int, Request]] = []
         self.aborted: list[tuple[int, str]] = []
         self.withdrawn: list[tuple[int, str]] = []
+        self.withdrawals: list[Withdraw] = []
 
     def submit(self, rank: int, request: Request, *, now_s: float) -> None:
         self.submitted.append((rank, request))
@@ -29,6 +31,8 @@ class StubRanks:
     def post(self, rank: int, message: Abort | Withdraw) -> None:
         posted = self.aborted if isinstance(message, Abort) else self.withdrawn
         posted.append((rank, message.request_id))
+        if isinstance(message, Withdraw):
+            self.withdrawals.append(message)
 
 
 class Desk:
@@ -36,6 +40,7 @@ class Desk:
 
     def __init__(self, timeout_s: float = 0.0, *, most_open: int | None = None, num_ranks: int = 2) -> None:
         self.ranks, self.journal, self.router = StubRanks(), Journal(), Router(num_ranks)
+        self.moves = Moves(self.router, self.ranks, self.journal, num_ranks=num_ranks)  # type: ignore[arg-type]
         self.metrics = Metrics("m", num_ranks)
         self.why_not_ready: str | None = None
         self.asker = NOBODY
@@ -44,6 +49,7 @@ class Desk:
             ranks=self.ranks,  # type: ignore[arg-type]
             router=self.router,
             journal=self.journal,
+            moves=self.moves,
             metrics=self.metrics,
             timeout_s=timeout_s,
             admission=Admission(most_open),

@@ -139,6 +139,28 @@ def test_what_waits_is_moved_to_ranks_with_room_and_begins_sooner(monkeypatch: p
     assert moved_ms < 0.9 * stays_ms
 
 
+def _uneven() -> list[TracedRequest]:
+    """Return requests with answers of very different lengths, so that some ranks run out of blocks before others."""
+    draw, now_s, requests = random.Random(5), 0.0, []
+    for number in range(60):
+        now_s += draw.expovariate(8)
+        requests.append(TracedRequest(now_s, draw.choice([20, 60]), 1200 if number % 9 == 0 else 30, ()))
+    return requests
+
+
+def test_running_requests_move_instead_of_waiting_after_a_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
+    scarce = LIMITS._replace(num_blocks=130, max_num_seqs=16)
+    fast, slow = (
+        _run(_uneven(), _service(4, "prefix", scarce, is_stepwise=is_stepwise))
+        for is_stepwise in (False, True)
+    )
+    assert fast == slow and fast.num_running_moves > 0
+    monkeypatch.setattr(ROUTERS["prefix"], "plan_relief", lambda _self, _prompt_of: {})
+    stays = _run(_uneven(), _service(4, "prefix", scarce))
+    assert stays.num_running_moves == 0 < stays.num_preemptions
+    assert fast.tpot_ms["p99"] < stays.tpot_ms["p99"]
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 7])
 def test_every_request_ends_once_with_all_its_tokens(num_ranks: int) -> None:
     trace = _trace(3, 40)
