@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from server.clients.batch.flags import RUN_BATCH
-from server.clients.commands import CHAT, MODELS, STATUS
+from server.clients.commands import CHAT, DRAIN, MODELS, STATUS
 from server.clients.experts.cli import EXPERTS
 from server.machine.lines import say, write_lines_as, write_times
 from server.machine.roots import RootError, check_roots
@@ -94,7 +94,7 @@ _COMPLETION = Command(
 _COMMANDS: Mapping[str, Command] = {
     command.name: command
     for command in (
-        *(SERVE, WORKER, CHAT, RUN_BATCH, EXPERTS, BENCH, STATUS),
+        *(SERVE, WORKER, CHAT, RUN_BATCH, EXPERTS, BENCH, STATUS, DRAIN),
         *(DOCTOR, MODELS, SIZE, SIMULATE, _COMPLETION),
         *(ENGINE, FRONT),
     )

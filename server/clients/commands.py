@@ -1,6 +1,7 @@
-"""The commands `chat`, `status` and `models`. Nothing heavy is imported here, because `wideep --help` needs it."""
+"""The commands `chat`, `status`, `drain` and `models`. Nothing heavy is imported here, because `wideep --help` needs it."""
 
 import argparse
+import math
 
 from server.clients.url_flag import add_url
 from server.options.command import PLANNING, USING, Command
@@ -10,6 +11,11 @@ _CHAT_EXAMPLE = """\
 example:
   wideep chat http://127.0.0.1:8000
   wideep chat --system "You answer in one sentence." --temperature 0
+"""
+_DRAIN_EXAMPLE = """\
+examples:
+  wideep drain 1               wait until rank 1 has no requests
+  wideep drain 1 --undo        let it take requests again
 """
 
 
@@ -42,6 +48,36 @@ def _add_status_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_drain_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("rank", type=_rank, metavar="RANK", help="number of the rank")
+    add_url(parser)
+    parser.add_argument("--undo", action="store_true", help="let the rank take requests again")
+    parser.add_argument(
+        "--timeout",
+        type=_timeout,
+        default=300.0,
+        metavar="SECONDS",
+        help="longest wait; the drain continues after it, and 0 only begins it (default: %(default)g)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the state as JSON")
+
+
+def _rank(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} must be the number of a rank, such as 0")
+    return int(text)
+
+
+def _timeout(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of seconds of at least 0")
+    return value
+
+
 def _add_models_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "types", nargs="*", metavar="TYPE", help="model types (default: all, which takes about two minutes)"
@@ -65,6 +101,16 @@ STATUS = Command(
     "service serves, and otherwise 1.",
     add_flags=_add_status_flags,
     run="server.clients.status:run_status",
+)
+DRAIN = Command(
+    name="drain",
+    group=USING,
+    help="move the requests of a rank to the other ranks, before maintenance for example",
+    description="Move the requests of a rank to the other ranks, and give it no new ones. It still serves its experts.\nStreams "
+    "continue, and answers do not change. The exit status is 0 when the rank has no requests left, and 1 at the time-out.",
+    examples=_DRAIN_EXAMPLE,
+    add_flags=_add_drain_flags,
+    run="server.clients.drain:run_drain",
 )
 MODELS = Command(
     name="models",

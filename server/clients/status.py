@@ -27,6 +27,11 @@ def run_status(args: argparse.Namespace, *, environment: Mapping[str, str] = os.
     return int(status["phase"] != "serving")
 
 
+def counted(num_requests: int) -> str:
+    """Return a number of requests as text."""
+    return f"{num_requests or 'no'} request{'' if num_requests == 1 else 's'}"
+
+
 def _lines(status: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines of a response of GET /v1/fault_tolerance/status."""
     members = status["members"]
@@ -35,6 +40,8 @@ def _lines(status: Mapping[str, Any]) -> Iterator[str]:
         yield f"rank {each['rank']} is missing for {each['seconds']:.0f} s: {each['reason']}"
     for each in status["faults"]:
         yield f"rank {each['rank']} waits after a fault: {each['reason']}"
+    for each in status["draining"]:
+        yield f"rank {each['rank']} is draining for {each['seconds']:.0f} s: {counted(each['requests'])} left"
     yield (
         f"since the start: {status['losses']} losses, {status['replays']} requests continued on another rank; "
         f"{status['waiting_requests']} requests wait for a rank"

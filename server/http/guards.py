@@ -52,6 +52,7 @@ OPERATOR_PATHS = (  # in addition to requests under /experts/ that change someth
     "/dump_expert_distribution_record",
     "/reset_prefix_cache",
     "/flush_cache",
+    "/ranks/drain",
 )
 _EXPERTS = "/experts/"
 _MOST_SHOWN_CHARS = 100

@@ -67,6 +67,7 @@ from server.http.observability.ops import membership_routes, ops_routes, through
 from server.http.observability.series import EVERY_S
 from server.http.observability.tracing import Traces
 from server.http.protocol import PunctualProtocol
+from server.http.rank_routes import rank_routes
 from server.link.ranks import Ranks
 from server.machine.steady_clock import SteadyClock
 from server.machine.versions import version_of
@@ -217,7 +218,10 @@ class HttpService:
             ),
             placement_routes(self.placement, options.engine.eplb_config),
             ops_routes(version, metrics, self.why_not_ready),
-            membership_routes(self._epochs, self._journal, self._num_parked, self.events, metrics.tiers),
+            membership_routes(
+                self._epochs, self._journal, self._num_parked, self.events, metrics.tiers, self._moves.drains
+            ),
+            rank_routes(self._moves, self.why_not_ready),
             dashboard_routes(),
             docs_routes(),
             throughput_routes(metrics.throughput),

@@ -6,7 +6,7 @@ ranks work here; the other fields are WideEP's. There are no instructions to app
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import APIRouter
@@ -16,6 +16,7 @@ from server.front import errors
 from server.front.events import EventLog
 from server.front.journal import Journal
 from server.front.membership import Epochs, Phase
+from server.front.moves import Drain
 from server.http.errors import ErrorResponse
 from server.http.json_writer import json_response
 from server.http.observability import metrics
@@ -87,13 +88,16 @@ def membership_routes(
     num_parked: Callable[[], int],
     events: EventLog,
     tiers: TierTotals,
+    drains: Callable[[], Sequence[Drain]],
 ) -> APIRouter:
     """Return the route of /v1/fault_tolerance/status."""
     router = new_router()
 
     async def show_status() -> dict[str, Any]:
-        """Return the serving ranks, the missing ranks with reason and time, the tiers of the KV cache, and past events."""
-        status = status_of(epochs, time.monotonic(), time.time())
+        """Return the serving ranks, the missing ranks with reason and time, draining ranks, the tiers of the KV cache, and
+        past events.
+        """
+        status = status_of(epochs, time.monotonic(), time.time(), drains())
         told = {"tiers": tiers.to_json(), "events": events.to_json()}
         return {**status, **_requests(journal, num_parked()), **told}
 
@@ -101,7 +105,9 @@ def membership_routes(
     return router
 
 
-def status_of(epochs: Epochs, now_s: float, now_unix_s: float) -> dict[str, Any]:
+def status_of(
+    epochs: Epochs, now_s: float, now_unix_s: float, drains: Sequence[Drain] = ()
+) -> dict[str, Any]:
     """Return the ranks' state as JSON. Both times are the present, on the monotonic clock and in seconds since 1970."""
     missing = [
         {
@@ -119,6 +125,10 @@ def status_of(epochs: Epochs, now_s: float, now_unix_s: float) -> dict[str, Any]
         "members": list(epochs.members),
         "missing": missing,
         "faults": [{"rank": rank, "reason": reason} for rank, reason in sorted(epochs.faults.items())],
+        "draining": [
+            {"rank": each.rank, "requests": each.num_requests, "seconds": round(each.seconds, 3)}
+            for each in drains
+        ],
         "losses": sum(epochs.num_losses),
         "total_engines": epochs.num_ranks,
         "engines": [_engine(epochs, rank) for rank in range(epochs.num_ranks)],

@@ -10,6 +10,7 @@ from server.cli import main
 from server.clients import status as client_status
 from server.front.events import EventLog
 from server.front.membership import Epochs
+from server.front.moves import Drain
 from server.http.client import ServiceClient
 from server.http.observability.ops import status_of
 
@@ -53,6 +54,18 @@ def test_a_lost_rank_is_named_with_its_reason_and_the_last_events(
     assert lines[:2] == ["serving: 1 of 2 ranks serve, epoch 1", "rank 1 is missing for 4 s: killed\\x1b[2J"]
     assert "3 requests continued on another rank" in lines[2]
     assert [line[-7:] for line in lines[3:]] == [f"event {number}" for number in range(2, 7)]
+
+
+def test_a_draining_rank_is_named_with_its_requests(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    epochs = Epochs(2, recovery_timeout_s=9.0)
+    for rank in (0, 1):
+        epochs.attach(rank, 0.0)
+    for num_requests, text in ((0, "no requests left"), (1, "1 request left"), (7, "7 requests left")):
+        status = status_of(epochs, 14.0, 1000.0, [Drain(1, num_requests, 3.2)])
+        assert shown(monkeypatch, answer_of(epochs, EventLog()) | status) == 0
+        assert f"rank 1 is draining for 3 s: {text}" in capsys.readouterr().out
 
 
 def test_scripts_get_the_service_s_answer(

@@ -294,6 +294,19 @@ def test_tiers_of_the_kv_cache_are_summed_over_nodes_and_a_failed_disk_is_named(
 
 
 @needs_chromium
+def test_a_draining_rank_is_shown_with_its_requests(browser: Chromium, service: DashboardService) -> None:
+    service.answer = load_answer(2, 8, 2)
+    service.ranks = {**rank_status(2), "draining": [{"rank": 1, "requests": 3, "seconds": 2.0}]}
+    browser.open(service.url)
+    browser.wait_for(LIVE)
+    browser.wait_for("document.querySelectorAll('#rank-table tbody tr').length === 2")
+    assert "1\tdraining, 3 requests left\tnode-1" in text(browser, "rank-table")
+    assert "2 of 2\ndraining: rank 1" in text(browser, "service")
+    assert browser.evaluate("document.querySelectorAll('#rank-table tr.lost').length") == 0
+    assert not browser.complaints
+
+
+@needs_chromium
 def test_the_services_speed_is_in_tiles_and_lines(browser: Chromium, service: DashboardService) -> None:
     service.answer = load_answer(2, 8, 2)
     now = service.throughput["now"]

@@ -28,6 +28,7 @@ def test_the_status_says_who_is_away_why_and_since_when() -> None:
         "members": [0],
         "missing": [{"rank": 1, "reason": "killed", "since": 998.0, "seconds": 2.0}],
         "faults": [],
+        "draining": [],
         "losses": 1,
         "total_engines": 2,
         "engines": [{"id": 0, "status": "healthy"}, {"id": 1, "status": "dead", "fault_info": "killed"}],

@@ -1,6 +1,6 @@
 // The operator's view: the ranks, their events, and facts about the service.
 
-import { clock, day, duration, exact, gib, list, percent, sentence } from "./format.js";
+import { clock, counted, day, duration, exact, gib, list, percent, sentence } from "./format.js";
 import { fillTable } from "./table.js";
 
 const DAY_S = 86400;
@@ -27,15 +27,19 @@ const WORDS = {
   regrouped: "ranks serve",
   waiting: "service waits",
   stopped: "steps failed",
+  draining: "rank drains",
+  drained: "rank drained",
+  undrained: "rank undrained",
 };
 
 /** Fill the table of ranks; return whether it has rows. */
 export function showRankTable(parent, status, speed, now_s) {
   const known = new Map((speed?.ranks ?? []).map((rank) => [rank.rank, rank]));
+  const draining = new Map((status?.draining ?? []).map((each) => [each.rank, `draining, ${counted(each.requests, "request")} left`]));
   const rows = (status?.engines ?? []).map(({ id, status: state, fault_info }) => {
     const rank = known.get(id) ?? { rank: id };
     const up_s = rank.since === undefined ? null : Math.max(0, now_s - rank.since);
-    return { ...rank, rank: id, up_s, state: fault_info ? `${state}: ${fault_info}` : state, isLost: state !== "healthy" };
+    return { ...rank, rank: id, up_s, state: fault_info ? `${state}: ${fault_info}` : draining.get(id) ?? state, isLost: state !== "healthy" };
   });
   fillTable(parent, RANK_COLUMNS, rows, (row) => (row.isLost ? "lost" : ""));
   return rows.length > 0;
