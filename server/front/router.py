@@ -17,7 +17,7 @@ load never reuses a conversation's prefix; consistent hashing, which ignores loa
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -25,9 +25,8 @@ from typing import NamedTuple
 import numpy as np
 
 from scheduler.policy.request import RankStats
+from server.front.prefixes import PrefixMemory
 
-PREFIX_CHUNK_TOKENS = 64  # granularity of the prefix memory; a few blocks
-MAX_PREFIX_CHUNKS = 1 << 16  # remembered over all ranks: 4 Mi tokens, some 20 MB
 MAX_SESSIONS = 1 << 16  # the latest sessions, remembered over all ranks
 # A session leaves its rank if its work exceeds this multiple of the least loaded rank's work plus these tokens.
 SESSION_SHARE, SESSION_ROOM_TOKENS = 1.5, 4096
@@ -112,8 +111,7 @@ class Router:
         self._loads: dict[str, _Load] = {}  # in order of arrival
         self._block_tokens: dict[int, int] = {}  # by rank, once reported
         self._stats: dict[int, RankStats] = {}  # by rank, the last report
-        # Chain hash of a prefix -> ranks that have seen it -> number of requests that brought it there.
-        self._holders: OrderedDict[int, dict[int, int]] = OrderedDict()
+        self._prefixes = PrefixMemory()
         self._sessions: OrderedDict[str, int] = OrderedDict()  # -> the rank of its last request
 
     @property
@@ -136,8 +134,7 @@ class Router:
         self._has_preempted.discard(rank)
         self._stats.pop(rank, None)
         self._num_admitted[rank] = 0
-        for holders in self._holders.values():
-            holders.pop(rank, None)
+        self._prefixes.leave(rank)
 
     def drain(self, rank: int) -> None:
         """Give a rank no new requests, and let `plan_drains` move those that it has."""
@@ -195,7 +192,7 @@ class Router:
             least = left[ranks].min()
             if left[own] <= SESSION_SHARE * least + SESSION_ROOM_TOKENS:
                 return own
-        for rank, num_tokens in self._held_tokens(prompt_ids).items():
+        for rank, num_tokens in self._prefixes.held_tokens(prompt_ids).items():
             left[rank] -= num_tokens
         left = left[ranks]
         ranks = ranks[left == left.min()]
@@ -221,7 +218,7 @@ class Router:
             is_resumed: Whether another rank has begun it.
         """
         assert request_id not in self._loads, f"request {request_id} is admitted already"
-        held_tokens = self._remember(prompt_ids, rank)
+        held_tokens = self._prefixes.remember(prompt_ids, rank)
         load = _Load(
             rank,
             len(prompt_ids),
@@ -281,7 +278,7 @@ class Router:
         cause = load.cause or MoveCause.QUEUE
         self.retire(request_id)
         if load.waits:
-            self._forget(prompt_ids, load.rank)
+            self._prefixes.forget(prompt_ids, load.rank)
         stats = None if load.target is None else self._stats.get(load.target)
         if stats is None or not self._receivers()[stats.rank] or (load.waits and stats.num_waiting):
             return Released(cause)
@@ -369,7 +366,7 @@ class Router:
                 if (
                     is_free
                     or num_over < 0
-                    or self._held_tokens(prompt_of(request_id)).get(target, 0) > num_over
+                    or self._prefixes.held_tokens(prompt_of(request_id)).get(target, 0) > num_over
                 ):
                     moves[request_id] = self._reserve(load, target, MoveCause.MEMORY, rooms)
                     break
@@ -457,7 +454,7 @@ class Router:
         fitting = _fitting(rooms, load)
         if not fitting or load.num_moves >= MAX_MOVES:
             return None
-        held = self._held_tokens(prompt_ids)
+        held = self._prefixes.held_tokens(prompt_ids)
         left = {rank: before[rank] - held.get(rank, 0) for rank in fitting}
         target = min(fitting, key=lambda rank: (left[rank], rank))
         gain = before[load.rank] - load.held_tokens - left[target]
@@ -496,43 +493,6 @@ class Router:
         tokens: np.ndarray = num_ends * EXPECTED_OUTPUT_TOKENS * STEP_PROMPT_TOKENS // self._seats
         return tokens
 
-    def _held_tokens(self, prompt_ids: Sequence[int]) -> dict[int, int]:
-        """Return the number of prefix tokens that each rank has seen, for ranks that have seen any."""
-        held: dict[int, int] = {}
-        still: set[int] | None = None
-        num_tokens = 0
-        for chunk in _chain(prompt_ids):
-            holders = self._holders.get(chunk, {}).keys()
-            for rank in still - holders if still else ():
-                held[rank] = num_tokens
-            still = set(holders) if still is None else still & holders
-            if not still:
-                break
-            num_tokens += PREFIX_CHUNK_TOKENS
-        return held | dict.fromkeys(still or (), num_tokens)
-
-    def _forget(self, prompt_ids: Sequence[int], rank: int) -> None:
-        """Undo `_remember`."""
-        for chunk in _chain(prompt_ids):
-            holders = self._holders.get(chunk, {})
-            if holders.get(rank, 0) > 1:
-                holders[rank] -= 1
-            else:
-                holders.pop(rank, None)
-
-    def _remember(self, prompt_ids: Sequence[int], rank: int) -> int:
-        """Record that a rank will have seen a prompt. Returns how many of its first tokens the rank had seen before."""
-        num_held, is_held = 0, True
-        for chunk in _chain(prompt_ids):
-            holders = self._holders.setdefault(chunk, {})
-            is_held = is_held and rank in holders
-            num_held += PREFIX_CHUNK_TOKENS * is_held
-            holders[rank] = holders.get(rank, 0) + 1
-            self._holders.move_to_end(chunk)
-        while len(self._holders) > MAX_PREFIX_CHUNKS:
-            self._holders.popitem(last=False)
-        return num_held
-
 
 def _fitting(rooms: Mapping[int, _Room], load: _Load) -> list[int]:
     """Return the ranks with a seat and blocks for a request."""
@@ -542,11 +502,3 @@ def _fitting(rooms: Mapping[int, _Room], load: _Load) -> list[int]:
 def _roomiest(rooms: Mapping[int, _Room], load: _Load) -> int | None:
     """Return the rank with the most free blocks among those with room for a request, or None."""
     return max(_fitting(rooms, load), key=lambda rank: rooms[rank].tokens, default=None)
-
-
-def _chain(prompt_ids: Sequence[int]) -> Iterator[int]:
-    """Yield one hash per whole chunk of the prompt. Each hash covers everything before it."""
-    value = 0
-    for start in range(0, len(prompt_ids) - PREFIX_CHUNK_TOKENS + 1, PREFIX_CHUNK_TOKENS):
-        value = hash((value, tuple(prompt_ids[start : start + PREFIX_CHUNK_TOKENS])))
-        yield value

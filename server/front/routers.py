@@ -4,17 +4,26 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from server.front.prefixes import PrefixMemory
 from server.front.router import Router
+
+
+class _NoPrefixes(PrefixMemory):
+    """Remembers nothing."""
+
+    def remember(self, prompt_ids: Sequence[int], rank: int) -> int:
+        return 0
 
 
 class FewestTokens(Router):
     """Picks the rank with the fewest outstanding tokens. It remembers no prefixes."""
 
+    def __init__(self, num_ranks: int) -> None:
+        super().__init__(num_ranks)
+        self._prefixes = _NoPrefixes()
+
     def pick(self, prompt_ids: Sequence[int], session: str = "", *, untold: np.ndarray | None = None) -> int:
         return super().pick(prompt_ids, untold=untold)
-
-    def _remember(self, prompt_ids: Sequence[int], rank: int) -> int:
-        return 0
 
 
 class RoundRobin(Router):

@@ -10,7 +10,8 @@ from scheduler.policy.request import FinishReason, RankStats, Request, RequestOu
 from scheduler.policy.scheduler import Scheduler
 from server.front.generations import Answer, Ask, Asker
 from server.front.journal import Journal
-from server.front.router import MAX_MOVES, MOVE_GAIN_TOKENS, PREFIX_CHUNK_TOKENS, MoveCause, Router
+from server.front.prefixes import PREFIX_CHUNK_TOKENS
+from server.front.router import MAX_MOVES, MOVE_GAIN_TOKENS, MoveCause, Router
 from server.front.routers import FewestTokens
 from server.link.messages import Abort
 from tests.support.models.fake_model import VOCABULARY, FakeRank, serve_alone
@@ -159,9 +160,9 @@ def test_a_prefix_that_another_request_brought_meanwhile_stays() -> None:
     router, prompts = crowded(1)
     router.admit("same", 0, prompts["r2"], 1)
     router.take_back("r2", prompts["r2"])
-    assert router._held_tokens(prompts["r2"]) == {0: 4 * PREFIX_CHUNK_TOKENS}
+    assert router._prefixes.held_tokens(prompts["r2"]) == {0: 4 * PREFIX_CHUNK_TOKENS}
     router.take_back("same", prompts["r2"])
-    assert router._held_tokens(prompts["r2"]) == {}
+    assert router._prefixes.held_tokens(prompts["r2"]) == {}
 
 
 def test_what_is_given_back_goes_where_its_place_is_kept_unless_others_wait_there_now() -> None:

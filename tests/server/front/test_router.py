@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from server.front.prefixes import PREFIX_CHUNK_TOKENS
 from server.front.router import (
     EXPECTED_OUTPUT_TOKENS,
-    PREFIX_CHUNK_TOKENS,
     SESSION_ROOM_TOKENS,
     STEP_PROMPT_TOKENS,
     Router,

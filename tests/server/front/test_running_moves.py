@@ -79,7 +79,7 @@ def test_a_prefix_that_was_computed_stays_known_after_a_move() -> None:
     case.preempt()
     assert case.relief() == {"r1": 0}
     case.router.take_back("r1", case.prompts["r1"])
-    assert case.router._held_tokens(case.prompts["r1"]) == {0: 640}
+    assert case.router._prefixes.held_tokens(case.prompts["r1"]) == {0: 640}
 
 
 def test_the_least_urgent_request_moves_first() -> None:
