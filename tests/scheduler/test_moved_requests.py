@@ -135,7 +135,7 @@ def serve_moving(
 ) -> tuple[dict[str, Answer], int]:
     """Serve both ranks' requests as `Mover` does. Return the answers that ended here, and the number of moves from here.
 
-    `known`: drafts, by request. With None, the model drafts if the settings say so.
+    `known`: drafts, by request. None: the model drafts, if the settings have drafts.
     """
     Dispatcher.is_replayable = bool(settings.get("overlaps_steps"))  # as on GPUs
     try:
