@@ -347,7 +347,10 @@ class Router:
         place must be worth more than the tokens that the new rank computes again: as many as pass before a running request ends.
         """
         moves: dict[str, int] = {}
-        short = {rank for rank in self._stats if self._is_short(rank)}
+        loads = self._loads.values() if self._has_preempted else ()
+        num_fresh = Counter(load.rank for load in loads if load.waits)
+        preempted = {rank for rank in self._has_preempted if self._stats[rank].num_waiting > num_fresh[rank]}
+        short = self._short_ranks(preempted)
         rooms = {rank: room for rank, room in (self._rooms() if short else {}).items() if rank not in short}
         if not rooms:
             return moves
@@ -357,14 +360,13 @@ class Router:
         giving = {load.rank for load in self._loads.values() if load.cause is MoveCause.MEMORY}
         for rank in sorted(short - giving):
             worth = EXPECTED_OUTPUT_TOKENS * STEP_PROMPT_TOKENS // self._stats[rank].num_running
-            is_free = self._waits_preempted(rank)
             for request_id, load in self._least_urgent(rank)[:MOST_CANDIDATES]:
                 target = _roomiest(rooms, load)
                 if target is None or load.num_moves >= MAX_MOVES:
                     continue
                 num_over = load.context_tokens - worth  # if nothing of it is cached there
                 if (
-                    is_free
+                    rank in preempted
                     or num_over < 0
                     or self._prefixes.held_tokens(prompt_of(request_id)).get(target, 0) > num_over
                 ):
@@ -379,25 +381,31 @@ class Router:
         rooms[target].tokens -= load.room_tokens
         return load.rank
 
-    def _is_short(self, rank: int) -> bool:
-        """Whether a rank lacks blocks: it has preempted, will soon, or has a seat for a waiting request but no blocks."""
-        stats, block_tokens = self._stats[rank], self._block_tokens.get(rank)
-        if block_tokens is None or not stats.num_running or self._is_draining[rank]:
-            return False
-        free_blocks = stats.num_free_blocks - stats.num_running
-        if free_blocks < 0 or self._waits_preempted(rank):
-            return True
-        if not stats.num_waiting or stats.num_running >= self._seats[rank]:
-            return False
-        first = next(iter(self._in_order_of_begin({rank})), None)
-        return first is not None and first[1].prompt_tokens > free_blocks * block_tokens
+    def _short_ranks(self, preempted: Collection[int]) -> set[int]:
+        """Return the ranks that lack blocks: they have preempted, will soon, or have a seat for a waiting request but no blocks.
 
-    def _waits_preempted(self, rank: int) -> bool:
-        """Whether a request that a rank has preempted waits there: more wait than have not begun."""
-        if rank not in self._has_preempted:
-            return False
-        num_fresh = sum(load.waits and load.rank == rank for load in self._loads.values())
-        return self._stats[rank].num_waiting > num_fresh
+        Args:
+            preempted: Ranks where preempted requests wait.
+        """
+        short, free_tokens = (
+            set[int](),
+            dict[int, int](),
+        )  # the latter: of ranks with a seat for a waiting request
+        for rank, stats in self._stats.items():
+            block_tokens = self._block_tokens.get(rank)
+            if block_tokens is None or not stats.num_running or self._is_draining[rank]:
+                continue
+            free_blocks = stats.num_free_blocks - stats.num_running
+            if free_blocks < 0 or rank in preempted:
+                short.add(rank)
+            elif stats.num_waiting and stats.num_running < self._seats[rank]:
+                free_tokens[rank] = free_blocks * block_tokens
+        for _, load in self._in_order_of_begin(free_tokens) if free_tokens else ():
+            if load.prompt_tokens > free_tokens.pop(
+                load.rank, load.prompt_tokens
+            ):  # the first one of its rank
+                short.add(load.rank)
+        return short
 
     def _least_urgent(self, rank: int) -> list[tuple[str, _Load]]:
         """Return a rank's requests that have begun and stay, in the order in which it would preempt them."""
