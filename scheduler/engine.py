@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 from dispatch.dispatched import TokenDispatcher
@@ -301,6 +302,7 @@ class Engine:
             return
         self._structures.masks.begin_step()
         batch = self._step_at(0, agreement)
+        self._hand_back(on_step)
         self._post_next(lockstep, 1)
         begun_s = time.perf_counter()
         sampled = self._runner.run(
@@ -324,6 +326,7 @@ class Engine:
             agreement = agreement._replace(agreed_tokens=0)
         place = int(steps.is_running)
         batch = self._step_at(place, agreement)
+        self._hand_back(on_step)
         self._post_next(lockstep, place + 1)
         if not steps.is_alone:
             steps.run(batch, agreement)
@@ -351,6 +354,15 @@ class Engine:
     def _hand_out(self, on_step: OnStep, num_step_tokens: int) -> None:
         outputs, self._outputs = self._outputs, []
         on_step(outputs, self._stats(num_step_tokens))
+
+    def _hand_back(self, on_step: OnStep) -> None:
+        """Deliver released requests before the step, so that their next rank can begin them a step earlier.
+
+        The last step's outputs are delivered already. The statistics are the last step's, because this one's come after it.
+        """
+        if any(output.is_returned for output in self._outputs):
+            outputs, self._outputs = self._outputs, []
+            on_step(outputs, replace(self._stats(0), step=self.step - 1))
 
     def _step_at(self, place: int, agreement: Agreement) -> StepBatch:
         """Return one of the steps that are not committed: an earlier epoch's, or a new one."""

@@ -236,3 +236,26 @@ def test_a_wrong_token_in_a_move_is_seen(pool_of: PoolOf, directory: Path) -> No
     wanted, _ = both(pool_of, directory, 0, {})
     found, _ = both(pool_of, directory, 5, {}, True)
     assert found != wanted
+
+
+def test_a_release_is_delivered_before_the_next_step_runs(directory: Path) -> None:
+    """So the other rank can begin the request a step earlier. The step's own outputs follow it."""
+    built, events = build(directory, **LIMITS), list[str]()
+    run = built.runner.run
+
+    def recorded(*arguments: Any, **options: Any) -> Any:
+        events.append("run")
+        return run(*arguments, **options)
+
+    def on_step(outputs: list[RequestOutput], stats: RankStats) -> None:
+        for output in outputs:
+            events.append(f"{output.request_id} {'returned' if output.is_returned else stats.num_running}")
+        if events[-2:] == ["moves 2", "stays 2"] and "moves returned" not in events:
+            built.engine.withdraw("moves", even_if_begun=True)
+
+    built.runner.run = recorded  # type: ignore[method-assign]
+    wave = [request("moves", range(3, 12), max_tokens=9), request("stays", range(30, 40), max_tokens=3)]
+    built.engine.waves.append(wave)  # type: ignore[attr-defined]
+    built.engine.run(on_step)
+    assert events[:6] == ["run", "moves 2", "stays 2", "moves returned", "run", "stays 1"]
+    assert built.scheduler.stats.num_free_blocks == built.scheduler.stats.num_blocks
