@@ -6,18 +6,9 @@ import threading
 import pytest
 
 from scheduler.epochs.heartbeat import COMPUTING, MOVES_TO_LEARN, PATIENCE, Heart, Heartbeat, Watch
+from tests.support.clock import Clock
 
 TIMEOUT_S = 2.0
-
-
-class Clock:
-    """A clock that the test moves."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class Rank:

@@ -10,6 +10,7 @@ from dispatch.errors import WireUnavailable
 from expert_placement.placement import linear_placement
 from scheduler.epochs.meeting import ARRIVAL_TIMEOUT_S, meet
 from scheduler.epochs.orders import MembershipError, Order, Orders, OvertakenError
+from tests.support.clock import Clock
 
 PLACEMENT = linear_placement(1, 4, 2)
 
@@ -52,14 +53,12 @@ def test_a_rank_that_nobody_orders_says_so_and_ends() -> None:
         orders.wait(3, 0.01)
 
 
-class Clock:
-    """A clock that moves by the time waited."""
+class OrderClock(Clock):
+    """A clock that moves by the time waited for an order, and the time at which the order is over."""
 
     def __init__(self, over_at_s: float = float("inf")) -> None:
-        self.now_s, self._over_at_s = 0.0, over_at_s
-
-    def __call__(self) -> float:
-        return self.now_s
+        super().__init__(0.0)
+        self._over_at_s = over_at_s
 
     def is_over(self, wait_s: float = 0.0) -> bool:
         """Advance the clock."""
@@ -69,22 +68,22 @@ class Clock:
 
 def test_one_member_meets_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("it met another member"))
-    meet(HashStore(), 3, (2,), 2, Clock().is_over)
+    meet(HashStore(), 3, (2,), 2, OrderClock().is_over)
 
 
 def test_who_waits_in_vain_names_those_that_did_not_come() -> None:
-    store, clock = HashStore(), Clock()
+    store, clock = HashStore(), OrderClock()
     PrefixStore("epoch/4", store).set("here/2", "1")
     with pytest.raises(WireUnavailable, match=r"ranks \[3, 5\] did not join epoch 4 within 29\.5 s"):
         meet(store, 4, (0, 2, 3, 5), 0, clock.is_over, clock=clock)
     assert ARRIVAL_TIMEOUT_S <= clock.now_s < ARRIVAL_TIMEOUT_S + 0.1
     assert store.check(["epoch/4/here/0"])
     with pytest.raises(OvertakenError):  # otherwise it would meet a member that has left
-        meet(store, 4, (0, 2), 2, Clock().is_over)
+        meet(store, 4, (0, 2), 2, OrderClock().is_over)
 
 
 def test_an_order_that_is_over_is_given_up_at_once_also_when_all_came() -> None:
-    store, clock = HashStore(), Clock(over_at_s=1.0)
+    store, clock = HashStore(), OrderClock(over_at_s=1.0)
     with pytest.raises(OvertakenError):
         meet(store, 4, (0, 1), 0, clock.is_over, clock=clock)
     assert clock.now_s < 1.1
@@ -102,17 +101,17 @@ def test_members_do_the_same_when_an_order_comes_to_some_before_and_to_others_af
     for epoch in (4, 5):
         for rank in (0, 1):
             PrefixStore(f"epoch/{epoch}", store).set(f"here/{rank}", "1")
-    meet(store, 4, (0, 1), 0, Clock().is_over)
-    meet(store, 4, (0, 1), 1, Clock(over_at_s=0.0).is_over)
+    meet(store, 4, (0, 1), 0, OrderClock().is_over)
+    meet(store, 4, (0, 1), 1, OrderClock(over_at_s=0.0).is_over)
     assert met == [0, 1], "the member that entered first would wait for its timeout"
     for rank, over_at_s in ((0, 0.0), (1, float("inf"))):
         with pytest.raises(OvertakenError):
-            meet(store, 5, (0, 1), rank, Clock(over_at_s=over_at_s).is_over)
+            meet(store, 5, (0, 1), rank, OrderClock(over_at_s=over_at_s).is_over)
     assert met == [0, 1]
 
 
 def test_who_came_to_another_epoch_did_not_come_to_this_one() -> None:
-    store, clock = HashStore(), Clock()
+    store, clock = HashStore(), OrderClock()
     PrefixStore("epoch/4", store).set("here/1", "1")
     with pytest.raises(WireUnavailable, match=r"ranks \[1\] did not join epoch 5"):
         meet(store, 5, (0, 1), 0, clock.is_over, clock=clock)

@@ -4,6 +4,7 @@ import threading
 
 from expert_placement.moves import BUSY_PART
 from scheduler.moves.channel import LEAST_BUSY_S, PIECE_BYTES, Pace
+from tests.support.clock import Clock
 
 
 def begin(pace: Pace, num_bytes: int) -> threading.Event:
@@ -37,51 +38,41 @@ def test_nothing_waits_while_no_step_runs() -> None:
         pace.take(10)
 
 
-class Clocks:
-    """Time and work time of the mover, set by the test."""
-
-    def __init__(self) -> None:
-        self.now_s = self.worked_s = 0.0
-
-    def pace(self) -> Pace:
-        return Pace(1 << 30, clock=lambda: self.now_s, work_clock=lambda: self.worked_s)
-
-
 def test_work_beyond_a_steps_part_is_made_up_for_by_steps_without_any() -> None:
-    clocks, step_s = Clocks(), 0.02
-    pace = clocks.pace()
+    clock, worked, step_s = Clock(), Clock(), 0.02
+    pace = Pace(1 << 30, clock=clock, work_clock=worked)
     pace.step()
     pace.take(0)
-    clocks.worked_s += 2.5 * BUSY_PART * step_s  # such as hashing a piece and trying out an expert
+    worked.now_s += 2.5 * BUSY_PART * step_s  # such as hashing a piece and trying out an expert
     waiting = begin(pace, 0)
     for _ in range(2):
-        clocks.now_s += step_s
+        clock.now_s += step_s
         pace.step()
         assert not waiting.wait(0.05)
-    clocks.now_s += step_s
+    clock.now_s += step_s
     pace.step()
     assert waiting.wait(5)
 
 
 def test_even_the_shortest_step_lets_some_work_be_done() -> None:
-    clocks = Clocks()
-    pace = clocks.pace()
+    worked = Clock()
+    pace = Pace(1 << 30, clock=Clock(), work_clock=worked)
     pace.step()
     pace.take(0)
-    clocks.worked_s += LEAST_BUSY_S
+    worked.now_s += LEAST_BUSY_S
     pace.step()
     assert begin(pace, 0).wait(5)
 
 
 def test_work_while_nothing_runs_is_owed_to_no_step() -> None:
-    clocks = Clocks()
-    pace = clocks.pace()
+    worked = Clock()
+    pace = Pace(1 << 30, clock=Clock(), work_clock=worked)
     pace.take(0)
-    clocks.worked_s += 10.0
+    worked.now_s += 10.0
     pace.take(0)
     pace.step()
     assert begin(pace, 0).wait(5)
-    clocks.worked_s += 10.0
+    worked.now_s += 10.0
     waiting = begin(pace, 0)
     assert not waiting.wait(0.05)
     pace.rest()

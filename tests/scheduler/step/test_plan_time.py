@@ -3,20 +3,7 @@
 import pytest
 
 from scheduler.step.plan_time import MARGIN_S, PlanTime
-
-
-class Clock:
-    """A clock that sleeps move."""
-
-    def __init__(self) -> None:
-        self.now_s, self.slept_s = 100.0, list[float]()
-
-    def __call__(self) -> float:
-        return self.now_s
-
-    def sleep(self, seconds: float) -> None:
-        self.slept_s.append(seconds)
-        self.now_s += seconds
+from tests.support.clock import Clock
 
 
 def run_steps(

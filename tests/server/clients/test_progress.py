@@ -3,19 +3,12 @@
 import io
 
 from server.clients.progress import LINE_EVERY_S, RequestProgress
+from tests.support.clock import Clock
 
 
 class _Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
-
-
-class _Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def test_a_terminal_gets_a_bar_with_the_failures() -> None:
@@ -28,7 +21,7 @@ def test_a_terminal_gets_a_bar_with_the_failures() -> None:
 
 
 def test_a_file_gets_a_line_now_and_then() -> None:
-    stream, clock = io.StringIO(), _Clock()
+    stream, clock = io.StringIO(), Clock()
     with RequestProgress(5, "batch", lines=True, stream=stream, now_s=clock) as progress:
         progress.step()
         clock.now_s += LINE_EVERY_S
@@ -42,7 +35,7 @@ def test_a_file_gets_a_line_now_and_then() -> None:
 
 
 def test_nothing_is_written_where_nobody_asked() -> None:
-    stream, clock = io.StringIO(), _Clock()
+    stream, clock = io.StringIO(), Clock()
     with RequestProgress(1, "batch", stream=stream, now_s=clock) as progress:
         clock.now_s += 10 * LINE_EVERY_S
         progress.step()

@@ -14,16 +14,8 @@ from server.http.routes import new_router
 from server.options.checks import read_keys
 from server.options.flag import OptionsError
 from server.options.table import HttpOptions
+from tests.support.clock import Clock
 from tests.support.requests.asgi import ask
-
-
-class Clock:
-    """Time moves only when the test sets it."""
-
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 async def answer() -> str:
@@ -46,7 +38,7 @@ def test_a_file_has_a_key_per_line_and_comments(tmp_path: Path) -> None:
 
 
 def test_a_changed_file_is_read_again_and_a_broken_one_is_not(tmp_path: Path) -> None:
-    file, clock = tmp_path / "keys", Clock()
+    file, clock = tmp_path / "keys", Clock(0.0)
     write(file, "old\n", at_s=1)
     keys = ApiKeys(["fixed"], file, clock=clock)
     assert keys.opens(b"old") and keys.opens(b"fixed") and not keys.opens(b"new")

@@ -1,7 +1,7 @@
 """The log line of throughput and the content of GET /throughput, with injected clocks, and their series of points."""
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +10,7 @@ from kvcache.tiers.figures import TierFigures
 from scheduler.policy.request import DraftCounts, RankStats
 from server.http.observability.series import EVERY_S, MOST, Series
 from server.http.observability.throughput import WINDOW_S, Throughput
+from tests.support.clock import Clock
 from tests.support.service.dashboard_service import rank_facts
 
 STATS = RankStats(
@@ -26,19 +27,11 @@ STATS = RankStats(
 )
 
 
-@dataclass
-class Clock:
-    now_s: float = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 class Watched(Throughput):
     """A throughput with a clock that `after` advances, with the front's ticks."""
 
     def __init__(self) -> None:
-        self.clock = Clock()
+        self.clock = Clock(0.0)
         super().__init__(clock=self.clock, calendar=lambda: 1_000.0 + self.clock.now_s)
 
     def after(self, seconds: float) -> None:

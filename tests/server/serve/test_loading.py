@@ -19,6 +19,7 @@ import pytest
 
 from dispatch.ports import free_port
 from server.serve.loading import LoadingFile, LoadingLines, LoadingScreen, loading_of
+from tests.support.clock import Clock
 from tests.support.models.fake_checkpoint import write_checkpoint
 from tests.support.service import service_processes
 from tests.support.service.service_processes import TIME_OUT_S, Service
@@ -165,16 +166,8 @@ def test_without_a_terminal_there_is_no_control_character(tmp_path: Path, form: 
         assert not list(tmp_path.glob("**/loading_*"))
 
 
-class _Clock:
-    def __init__(self) -> None:
-        self.now_s = 1.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 def test_a_rank_writes_each_stage_s_begin_and_end_and_seldom_what_is_between(tmp_path: Path) -> None:
-    clock = _Clock()
+    clock = Clock()
     loading = LoadingFile(tmp_path, 3, in_bytes=("weights",), now_s=clock)
 
     def written() -> dict[str, Any]:

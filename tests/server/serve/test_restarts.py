@@ -1,14 +1,5 @@
 from server.serve.restarts import MAX_RESTARTS, WINDOW_S, RestartBudget
-
-
-class Clock:
-    """Time moves only when the test sets it."""
-
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.support.clock import Clock
 
 
 def test_a_budget_ends_after_so_many_starts() -> None:

@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.support.clock import Clock
+
 OK = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 END = b"0\r\n\r\n"
 DONE = b"data: [DONE]\n\n"
@@ -33,16 +35,16 @@ def usage(prompt: int, output: int, cached: int = 0) -> dict[str, Any]:
     return {"prompt_tokens": prompt, "completion_tokens": output, "prompt_tokens_details": details}
 
 
-class SteppedClock:
-    """A clock that moves only by hand and records reads. The client reads it when bytes arrive."""
+class SteppedClock(Clock):
+    """A clock that records reads. The client reads it when bytes arrive."""
 
     def __init__(self) -> None:
-        self.now_s = 100.0
+        super().__init__()
         self._was_read = asyncio.Event()
 
     def __call__(self) -> float:
         self._was_read.set()
-        return self.now_s
+        return super().__call__()
 
     async def wait_read(self) -> None:
         """Wait until the clock is read again."""

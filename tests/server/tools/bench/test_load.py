@@ -7,21 +7,16 @@ import statistics
 import pytest
 
 from server.tools.bench.load import closed_loop, open_loop, poisson_times
+from tests.support.clock import Clock
 
 
-class Time:
-    """A clock, and a sleep that moves it."""
+class LoopClock(Clock):
+    """A clock that a loop's own sleeps move."""
 
-    def __init__(self) -> None:
-        self.now_s = 50.0
-
-    def clock(self) -> float:
-        return self.now_s
-
-    async def sleep(self, seconds: float) -> None:
+    async def nap(self, seconds: float) -> None:
         """Advance the clock. Work that has begun continues first, at the old time."""
         await asyncio.sleep(0)
-        self.now_s += seconds
+        self.sleep(seconds)
         await asyncio.sleep(0)
 
 
@@ -51,42 +46,42 @@ def test_a_failure_is_raised_as_it_is() -> None:
 
 
 def test_after_its_duration_a_closed_loop_begins_nothing_and_ends_what_it_began() -> None:
-    time, ended = Time(), []
+    clock, ended = LoopClock(), []
 
     async def work(job: int) -> None:
-        time.now_s += 1.0
+        clock.now_s += 1.0
         await asyncio.sleep(0)
         ended.append(job)
 
-    asyncio.run(closed_loop(work, itertools.count(), concurrency=2, duration_s=3.5, clock=time.clock))
+    asyncio.run(closed_loop(work, itertools.count(), concurrency=2, duration_s=3.5, clock=clock))
     assert ended == [0, 1, 2, 3]
 
 
 def test_an_open_loop_begins_at_the_times_whatever_is_unanswered() -> None:
-    time, begun = Time(), []
+    clock, begun = LoopClock(), []
     released = asyncio.Event()
 
     async def work(job: str, due_s: float) -> None:
-        begun.append((job, time.now_s - 50.0, due_s - 50.0))
+        begun.append((job, clock.now_s - 100.0, due_s - 100.0))
         if job == "c":
             released.set()
         await released.wait()  # the first two are open when the third begins
 
     jobs = [(0.5, "a"), (0.5, "b"), (2.25, "c")]
-    asyncio.run(open_loop(work, jobs, clock=time.clock, sleep=time.sleep))
+    asyncio.run(open_loop(work, jobs, clock=clock, sleep=clock.nap))
     assert begun == [("a", 0.5, 0.5), ("b", 0.5, 0.5), ("c", 2.25, 2.25)]
 
 
 def test_what_begins_late_is_told_when_it_was_due() -> None:
-    time, late = Time(), []
+    clock, late = LoopClock(), []
 
     async def oversleep(seconds: float) -> None:
-        await time.sleep(seconds + 0.25)
+        await clock.nap(seconds + 0.25)
 
     async def work(_job: str, due_s: float) -> None:
-        late.append(time.now_s - due_s)
+        late.append(clock.now_s - due_s)
 
-    asyncio.run(open_loop(work, [(1.0, "a"), (1.0, "b"), (3.0, "c")], clock=time.clock, sleep=oversleep))
+    asyncio.run(open_loop(work, [(1.0, "a"), (1.0, "b"), (3.0, "c")], clock=clock, sleep=oversleep))
     assert late == [0.25, 0.25, 0.25]
 
 
