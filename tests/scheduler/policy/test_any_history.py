@@ -12,7 +12,7 @@ from scheduler.policy.request import FinishReason, Request, RequestOutput, Sampl
 from scheduler.policy.scheduler import Scheduler
 from tests.support.engines.fake_tiers import FakeTiers
 from tests.support.engines.guesses import Guesses
-from tests.support.models.fake_model import VOCABULARY, FakeRank, prompt_logprobs_of, serve_alone
+from tests.support.models.fake_model import VOCABULARY, PlannedRank, prompt_logprobs_of, serve_alone
 
 CUT_SHORT = {FinishReason.ABORT, FinishReason.DEADLINE}
 
@@ -81,7 +81,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             drafter=self.guesses,
             overlaps=overlaps and not num_drafts,
         )
-        self.rank = FakeRank(pool, scheduler, batched, states, rotary_limit)
+        self.rank = PlannedRank(pool, scheduler, batched, states, rotary_limit)
         if tiers_seed is not None and caching:
             self.rank.tiers = FakeTiers(self.rank, tiers_seed)
             scheduler.use_tiers(self.rank.tiers)
@@ -211,7 +211,7 @@ def test_long_runs_under_pressure_preempt_share_and_evict_and_still_give_the_sam
         depth = 1 + seed % 3
         pool = BlockPool(16, 4)
         scheduler = Scheduler(pool, max_num_seqs=8, max_num_batched_tokens=24, max_model_len=60)
-        rank = FakeRank(pool, scheduler, 24)
+        rank = PlannedRank(pool, scheduler, 24)
         if seed % 2:
             rank.tiers = FakeTiers(rank, seed)
             scheduler.use_tiers(rank.tiers)

@@ -10,7 +10,7 @@ from scheduler.policy.request import Request, SamplingParams
 from scheduler.policy.scheduler import Scheduler
 from tests.scheduler.policy.test_any_history import check_outcome
 from tests.support.engines.guesses import Guesses
-from tests.support.models.fake_model import VOCABULARY, FakeRank
+from tests.support.models.fake_model import VOCABULARY, PlannedRank
 
 
 def run_schedule(seed: int) -> Guesses:
@@ -29,7 +29,7 @@ def run_schedule(seed: int) -> Guesses:
         pool, max_num_seqs=most_seqs, max_num_batched_tokens=batched, max_model_len=length, states=states,
         enable_prefix_caching=caching, keeps_snapshots=caching, rotary_limit=limit, drafter=guesses,
     )  # fmt: skip
-    rank = FakeRank(pool, scheduler, batched, states, limit)
+    rank = PlannedRank(pool, scheduler, batched, states, limit)
     requests = []
     for number in range(rng.randint(1, 6)):
         tail = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 5))]

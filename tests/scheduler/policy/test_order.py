@@ -6,10 +6,10 @@ from collections import Counter
 from scheduler.policy.request import FinishReason
 from scheduler.policy.roster import OUTPUT_WEIGHT
 from tests.support.engines.policy_cases import rank_of, request_of, step
-from tests.support.models.fake_model import FakeRank
+from tests.support.models.fake_model import PlannedRank
 
 
-def begun_in(rank: FakeRank, *, most_steps: int = 2000) -> list[str]:
+def begun_in(rank: PlannedRank, *, most_steps: int = 2000) -> list[str]:
     """Run to the end. Return the requests in the order of their start."""
     begun: dict[str, None] = {}
     for _ in range(most_steps):

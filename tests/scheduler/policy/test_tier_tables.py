@@ -9,18 +9,18 @@ from scheduler.policy.request import Request, SamplingParams
 from scheduler.policy.scheduler import Scheduler
 from scheduler.policy.tier_tables import MOST_LOAD_S
 from tests.support.engines.fake_tiers import FakeTiers
-from tests.support.models.fake_model import FakeRank, serve_alone
+from tests.support.models.fake_model import PlannedRank, serve_alone
 
 LENGTH = 64
 
 
-def rank_with_tiers(*, num_blocks: int = 12, max_num_seqs: int = 4, states: int = 0) -> FakeRank:
+def rank_with_tiers(*, num_blocks: int = 12, max_num_seqs: int = 4, states: int = 0) -> PlannedRank:
     pool = BlockPool(num_blocks, 4)
     slots = StatePool(states) if states else None
     scheduler = Scheduler(
         pool, max_num_seqs=max_num_seqs, max_num_batched_tokens=32, max_model_len=num_blocks * 4, states=slots
     )
-    rank = FakeRank(pool, scheduler, 32, slots)
+    rank = PlannedRank(pool, scheduler, 32, slots)
     rank.tiers = FakeTiers(rank, seed=1, loss=0.0)
     rank.tiers.chance = 1.0
     scheduler.use_tiers(rank.tiers)
@@ -32,7 +32,7 @@ def ask(name: str, tokens: list[int], max_tokens: int = 2, **more: int) -> Reque
     return Request(request_id=name, prompt_ids=tuple(tokens), params=params, arrival_s=0.0)
 
 
-def serve(rank: FakeRank, *requests: Request) -> None:
+def serve(rank: PlannedRank, *requests: Request) -> None:
     """Serve requests to their ends, with tiers that do their jobs at once."""
     for request in requests:
         rank.scheduler.add(request)

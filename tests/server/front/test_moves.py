@@ -14,7 +14,7 @@ from server.front.prefixes import PREFIX_CHUNK_TOKENS
 from server.front.router import MAX_MOVES, MOVE_GAIN_TOKENS, MoveCause, Router
 from server.front.routers import FewestTokens
 from server.link.messages import Abort
-from tests.support.models.fake_model import VOCABULARY, FakeRank, serve_alone
+from tests.support.models.fake_model import VOCABULARY, PlannedRank, serve_alone
 from tests.support.requests.desk import Desk, in_loop
 
 SEATS, BLOCK_TOKENS = 2, 16
@@ -358,7 +358,7 @@ class Hall:
         self.desk.requests._who_asks = lambda: Asker(rng.choice("pq"), rng.choice(["", "s", "t"]))
         self.desk.ranks.submit = lambda rank, request, **_: self.to_rank[rank].append(request)  # type: ignore[method-assign]
         self.desk.ranks.post = lambda rank, message: self.to_rank[rank].append(message)  # type: ignore[method-assign]
-        self.ranks: dict[int, FakeRank] = {}
+        self.ranks: dict[int, PlannedRank] = {}
         self.to_rank: dict[int, deque[Request | Abort | Withdraw]] = {}
         self.to_front: dict[int, deque[tuple[list[RequestOutput], RankStats]]] = {}
         for rank in range(num_ranks):
@@ -367,7 +367,7 @@ class Hall:
     def _new_rank(self, rank: int) -> None:
         pool = BlockPool(12, 4)
         scheduler = Scheduler(pool, max_num_seqs=3, max_num_batched_tokens=8, max_model_len=40)
-        self.ranks[rank] = FakeRank(pool, scheduler, 8)
+        self.ranks[rank] = PlannedRank(pool, scheduler, 8)
         self.to_rank[rank], self.to_front[rank] = deque(), deque()
         self.desk.router.note_size(rank, seats=3, block_tokens=4)
 

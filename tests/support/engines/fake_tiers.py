@@ -1,4 +1,4 @@
-"""Fake tiers of a rank, over the memory of a `FakeRank`. They copy and lose records when a test wants it.
+"""Fake tiers of a rank, over the memory of a `PlannedRank`. They copy and lose records when a test wants it.
 
 A save reads its block as late as possible, so a block that is reused too early is noticed. Records vanish and loads stop early,
 as they do in tiers that other processes share.
@@ -9,13 +9,13 @@ from typing import Any
 
 from kvcache.tiers.figures import TierFigures
 from kvcache.tiers.jobs import Load, Save
-from tests.support.models.fake_model import FakeRank
+from tests.support.models.fake_model import PlannedRank
 
 
 class FakeTiers:
     """A `KeepsTiers`. `finished` ends some of the open jobs, in order within each kind of job."""
 
-    def __init__(self, rank: FakeRank, seed: int, *, loss: float = 0.2) -> None:
+    def __init__(self, rank: PlannedRank, seed: int, *, loss: float = 0.2) -> None:
         self.rank, self._random, self._loss = rank, random.Random(seed), loss
         self.figures = TierFigures()
         self.generation = 0

@@ -4,7 +4,7 @@ from kvcache.blocks import BlockPool
 from scheduler.policy.batch import StepBatch
 from scheduler.policy.request import Request, SamplingParams
 from scheduler.policy.scheduler import Scheduler
-from tests.support.models.fake_model import VOCABULARY, FakeRank
+from tests.support.models.fake_model import VOCABULARY, PlannedRank
 
 BLOCK_TOKENS = 4
 
@@ -44,7 +44,7 @@ def rank_of(
     batched: int = 16,
     length: int = 64,
     caching: bool = True,
-) -> FakeRank:
+) -> PlannedRank:
     pool = BlockPool(num_blocks, BLOCK_TOKENS)
     scheduler = Scheduler(
         pool,
@@ -53,10 +53,10 @@ def rank_of(
         max_model_len=length,
         enable_prefix_caching=caching,
     )
-    return FakeRank(pool, scheduler, batched)
+    return PlannedRank(pool, scheduler, batched)
 
 
-def step(rank: FakeRank, prefill_budget: int | None = None) -> list[tuple[str, int, int, bool]]:
+def step(rank: PlannedRank, prefill_budget: int | None = None) -> list[tuple[str, int, int, bool]]:
     """Plan and finish one step. Return its items as (request, start, tokens, samples)."""
     batch = rank.plan(prefill_budget)
     if batch.items:

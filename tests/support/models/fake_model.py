@@ -54,7 +54,7 @@ class Launched:
         return set(self.tables[item_index][item.start // block_tokens : (item.end - 1) // block_tokens + 1])
 
 
-class FakeRank:
+class PlannedRank:
     """Runs a scheduler's batches, with up to `depth` planned at once, and checks every rule at each step."""
 
     def __init__(
