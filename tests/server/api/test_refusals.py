@@ -43,7 +43,6 @@ NO_PROMPTS: tuple[Any, ...] = (
 SINGLE: dict[str, list[tuple[str, Any]]] = {  # a field and an invalid value, which the message also names
     CHAT: [
         ("temperature", "hot"),
-        ("temperature", -0.1),
         ("top_p", 0),
         ("top_p", 1.5),
         ("top_k", -2),
@@ -53,8 +52,6 @@ SINGLE: dict[str, list[tuple[str, Any]]] = {  # a field and an invalid value, wh
         ("repetition_penalty", 0),
         ("max_tokens", 0),
         ("max_tokens", "many"),
-        ("max_completion_tokens", -5),
-        ("min_tokens", -1),
         ("n", 0),
         ("n", 10_000),
         ("seed", "x"),
@@ -103,12 +100,10 @@ SINGLE: dict[str, list[tuple[str, Any]]] = {  # a field and an invalid value, wh
     ],
     COMPLETIONS: [
         ("suffix", "x"),
-        ("best_of", 3),
         ("max_tokens", 0),
         ("max_tokens", -1),
         ("logprobs", 99),
         ("logprobs", -2),
-        ("use_beam_search", True),
         ("prompt_embeds", "AAAA"),
         *(("prompt", wrong) for wrong in NO_PROMPTS),
     ],
@@ -182,27 +177,22 @@ def deep(levels: int) -> dict[str, Any]:
 
 # Tools of a chat.
 OF_TOOLS: list[tuple[dict[str, Any], str]] = [
-    ({"tool_choice": "auto"}, "tool_choice"),
-    ({"tool_choice": "required", "tools": None}, "tool_choice"),
+    ({"tool_choice": "required", "tools": []}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}, "tools": []}, "tool_choice"),
     ({"tools": ["f"]}, "tools.0.type"),
     ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
     ({"tools": [{"type": "function"}]}, "tools.0.function"),
-    ({"tools": [tool(), {"type": "function", "function": {}}]}, "tools.1.function.name"),
     ({"tools": [tool("")]}, "tools.0.function.name"),
     ({"tools": [tool("a b")]}, "tools.0.function.name"),
     ({"tools": [tool(5)]}, "tools.0.function.name"),
-    ({"tools": [tool(), tool()]}, "tools.1.function.name"),
     ({"tools": [tool(parameters=[])]}, "tools.0.function.parameters"),
     ({"tools": [tool(parameters=deep(70))]}, "tools.0"),
     ({"tools": [tool(description=5)]}, "tools.0.function.description"),
-    ({"tools": [tool()], "tool_choice": "any"}, "tool_choice"),
     ({"tools": [tool()], "tool_choice": 5}, "tool_choice"),
     ({"tools": [tool()], "tool_choice": {"type": "function"}}, "tool_choice"),
-    ({"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
     ({"tools": [tool()], "tool_choice": {"function": {"name": "f"}}}, "tool_choice"),
 ]
 OF_INPUTS: list[tuple[Any, str]] = [
-    (None, "input"),
     ([], "input"),
     (5, "input"),
     ([{"role": "user", "content": "x"}] * 10_001, "input"),
@@ -220,12 +210,9 @@ OF_INPUTS: list[tuple[Any, str]] = [
     ([{"type": "reasoning", "summary": []}], "input"),
 ]
 OF_RESPONSES: list[tuple[dict[str, Any], str]] = [
-    ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
     ({"tools": [{"type": "function"}]}, "tools.0.name"),
     ({"tools": [{"type": "function", "name": "f"}], "tool_choice": {"type": "mcp"}}, "tool_choice"),
     ({"tool_choice": {"type": "function"}}, "tool_choice.name"),
-    ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
-    ({"reasoning": {"effort": "giant"}}, "reasoning.effort"),
     *(
         ({name: value}, name)
         for name, value in [
@@ -255,7 +242,6 @@ OF_BLOCKS: list[tuple[str, Any, str]] = [
 ]
 OF_MESSAGES: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0.type"),
-    ({"tools": [{"name": "f"}]}, "tools.0.input_schema"),
     ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
     ({"output_config": {"format": {"type": "xml"}}}, "output_config.format"),
 ]
@@ -364,7 +350,6 @@ ROWS: list[tuple[str, Any, str | None, str]] = [
     (COMPLETIONS, {"prompt": [5] * MAX_LEN}, "prompt", LENGTH),
     (COMPLETIONS, {"prompt": [5] * 100_000}, "prompt", LENGTH),
     (COMPLETIONS, {"prompt": "y" * 100_000}, "prompt", LENGTH),
-    (COMPLETIONS, {"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "needs stream=false"),
     (COMPLETIONS, {"prompt": ["a"] * 128, "logprobs": -1, "max_tokens": 30}, "logprobs", "than the 1000000"),
     (
         COMPLETIONS,

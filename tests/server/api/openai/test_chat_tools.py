@@ -125,39 +125,37 @@ def test_a_call_that_is_cut_off_ends_with_length(front: FrontProcess, client: op
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_required_is_a_list_of_calls(front: FrontProcess, client: openai.OpenAI, streamed: bool) -> None:
-    word = f"t-required{streamed}"
-    front.script(word, LIST)
-    answer = chat(client, word, tools=TOOLS, tool_choice="required", stream=streamed)
-    if streamed:
-        content, _, calls, reasons = add_up(list(answer))
-        assert (content, reasons) == ("", ["tool_calls"])
-    else:
-        [choice] = answer.choices
-        assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
-        calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls]
-    assert calls == [("get_time", '{"city": "A"}'), ("get_weather", '{"city": "B"}')]
-    structure = front.asked(word).params.structure
-    assert structure is not None and json.loads(structure.text)["type"] == "array"
-
-
-@pytest.mark.parametrize("streamed", [False, True])
-def test_a_named_function_gets_its_arguments(
-    front: FrontProcess, client: openai.OpenAI, streamed: bool
+@pytest.mark.parametrize(
+    ("choice", "text", "calls", "reason", "content"),
+    [
+        ("required", LIST, [("get_time", '{"city": "A"}'), ("get_weather", '{"city": "B"}')], "tool_calls", None),
+        (NAMED, '{"city": "A"}', [("get_time", '{"city": "A"}')], "stop", ""),
+    ],
+    ids=["required: a list of calls", "named: its arguments"],
+)  # fmt: skip
+def test_calls_that_must_be_made_are_bound_to_their_form(
+    front: FrontProcess,
+    client: openai.OpenAI,
+    streamed: bool,
+    choice: Any,
+    text: str,
+    calls: list[tuple[str, str]],
+    reason: str,
+    content: str | None,
 ) -> None:
-    word = f"t-named{streamed}"
-    front.script(word, '{"city": "A"}')
-    answer = chat(client, word, tools=TOOLS, tool_choice=NAMED, stream=streamed)
+    word = f"t-{reason}{streamed}"
+    front.script(word, text)
+    answer = chat(client, word, tools=TOOLS, tool_choice=choice, stream=streamed)
     if streamed:
-        content, _, calls, reasons = add_up(list(answer))
-        assert (content, reasons) == ("", ["stop"])
+        assert add_up(list(answer)) == ("", "", calls, [reason])
     else:
-        [choice] = answer.choices
-        assert (choice.finish_reason, choice.message.content) == ("stop", "")
-        calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls]
-    assert calls == [("get_time", '{"city": "A"}')]
+        [one] = answer.choices
+        assert (one.finish_reason, one.message.content) == (reason, content)
+        assert [(call.function.name, call.function.arguments) for call in one.message.tool_calls] == calls
     structure = front.asked(word).params.structure
-    assert structure is not None and json.loads(structure.text) == TOOLS[1]["function"]["parameters"]
+    assert structure is not None
+    schema = json.loads(structure.text)
+    assert schema == TOOLS[1]["function"]["parameters"] if choice is NAMED else schema["type"] == "array"
 
 
 def test_an_answer_in_the_client_s_own_form_has_no_calls(front: FrontProcess, client: openai.OpenAI) -> None:
@@ -292,12 +290,3 @@ def test_a_call_that_must_be_made_and_is_cut_off_is_none(
     how: dict[str, Any] = {"tools": TOOLS, "tool_choice": choice, "max_tokens": len(front.encode(text))}
     [answer] = chat(client, word, **how).choices
     assert (answer.finish_reason, answer.message.tool_calls) == ("length", None)
-
-
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
-def test_a_call_that_must_be_made_needs_a_tool(front: FrontProcess, choice: Any) -> None:
-    messages = [{"role": "user", "content": "x"}]
-    answer = front.post(
-        "/v1/chat/completions", json={"messages": messages, "tools": [], "tool_choice": choice}
-    )
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tool_choice")

@@ -206,6 +206,7 @@ def test_a_failure_is_a_status_or_an_event(front: FrontProcess, client: openai.O
     more.set()
     last = list(stream)[-1]
     assert last.type == "response.failed" and "out of luck" in last.response.error.message
+    assert last.response.error.code == "server_error"
 
 
 class City(pydantic.BaseModel):
