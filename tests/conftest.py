@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.support import durations
 from tests.support.gpu.interpreted import NO_TRITON, interpret
 from tests.support.ranks import RankPool
 
@@ -36,8 +37,14 @@ PoolOf = Callable[[int], RankPool]
 OnDevice = Callable[..., Any]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the flags about durations."""
+    durations.add_options(parser)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Search for new examples in `make test-all`. `make test` and CI take the same ones each time, so a failure is a change's."""
+    durations.register(config)
     is_fast = "not slow" in config.option.markexpr
     settings.load_profile("same examples" if is_fast else "search")
 
