@@ -49,6 +49,12 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("same examples" if is_fast else "search")
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests of a GPU on a machine without one."""
+    if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
 @pytest.fixture(scope="session")
 def pools() -> Iterator[dict[int, RankPool]]:
     """Return the running pools by size."""
