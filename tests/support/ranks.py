@@ -2,8 +2,8 @@
 
 Each rank has a gloo group over the whole pool as `torch.distributed`'s default group and torch with one thread. It
 runs module-level functions of the tests. The store is hosted here, outside the ranks, so that the other ranks survive
-the kill of one. Ranks are forked from a server that has imported torch and loaded the compiled kernels (`preload`):
-eight of them start in about a second. They die with the process that started them.
+the kill of one. Ranks are forked from a server that has imported torch and loaded the compiled kernels (`preload`, and
+`preload_engines` if tests have engines): eight of them start in about a second. They die with the process that started them.
 
     with RankPool(2) as pool:
         assert pool.run(rank_plus, 10) == [10, 11]        # def rank_plus(n): return dist.get_rank() + n
@@ -16,11 +16,13 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -51,6 +53,15 @@ class _Skipped(NamedTuple):
     reason: str
 
 
+def rank_context() -> ForkServerContext:
+    """Return the context that forks ranks. If tests have imported transformers, all ranks share one import of it."""
+    context = multiprocessing.get_context("forkserver")
+    has_engines = "transformers" in sys.modules and not torch.cuda.is_available()
+    name = "preload_engines" if has_engines else "preload"
+    context.set_forkserver_preload([f"tests.support.{name}"])
+    return context
+
+
 class RankPool:
     """`world_size` processes that run the same function in parallel. A context manager.
 
@@ -64,8 +75,7 @@ class RankPool:
         self.world_size = world_size
         self.timeout_s = timeout_s
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.support.preload"])
+        context = rank_context()
         self._connections: list[Connection] = []
         self._processes: list[multiprocessing.process.BaseProcess] = []
         for rank in range(world_size):

@@ -10,7 +10,6 @@ lost rank to another rank with the tokens already delivered, and records every m
 
 import ctypes
 import faulthandler
-import multiprocessing
 import os
 import pkgutil
 import signal
@@ -37,7 +36,7 @@ from scheduler.moves.reports import PlacementReport
 from scheduler.policy.config import EngineConfig
 from scheduler.policy.request import RankStats, Request, RequestOutput
 from scheduler.step.groups import StoreDoorbell
-from tests.support.ranks import GROUP_TIMEOUT_S, PR_SET_PDEATHSIG
+from tests.support.ranks import GROUP_TIMEOUT_S, PR_SET_PDEATHSIG, rank_context
 
 TIMEOUT_S = 90.0
 Prepare = Callable[[Assembled], None]
@@ -124,8 +123,7 @@ class Crew:
 
     def start(self, rank: int, *, is_joining: bool = False, **settings: Any) -> None:
         """Start a rank's process, which loads its share of the model. `ready` holds the rank once it can serve."""
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.support.preload"])
+        context = rank_context()
         ours, theirs = context.Pipe()
         config = {**self._settings, **settings, "rank": rank, "world_size": self.world_size}
         doom = None if is_joining else self._dooms.get(rank)

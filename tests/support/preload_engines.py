@@ -1,0 +1,29 @@
+"""What ranks with engines need besides `preload`: transformers, the engine, and the compiled kernels of models.
+
+transformers imports triton, which reads once whether kernels are interpreted. Ranks without a GPU run interpreted ones only.
+"""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+from attention.cpu_attention import ATTEND
+from attention.cpu_latents import LATENT_KERNELS
+from attention.recurrences.cpu_kernels import KERNELS as RECURRENCE_KERNELS
+from attention.sparse.cpu import SPARSE_KERNELS
+from attention.sparse.cpu_pools import POOL_KERNELS
+from dispatch.passes import PASSES
+from moe.cpu.products import GATHER, GROUPED, LINEAR, QUANTISE
+from moe.cpu.spread_experts import CHOOSE
+from scheduler import assembly
+from tests.support import preload
+from tests.support.engines import serving
+from tests.support.models import families
+
+__all__ = ["assembly", "families", "preload", "serving"]
+
+del os.environ["TRITON_INTERPRET"]
+for kernel in (LINEAR, GROUPED, GATHER, QUANTISE, ATTEND, CHOOSE, *PASSES):
+    kernel.compile()
+for kernel in (*LATENT_KERNELS, *SPARSE_KERNELS, *POOL_KERNELS, *RECURRENCE_KERNELS):
+    kernel.compile()
