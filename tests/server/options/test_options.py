@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.policy.config import DispatchMode, EngineSettings
@@ -131,6 +131,7 @@ def test_what_is_handed_on_is_the_same_options() -> None:
     assert options.served_model_names == ("a", "b c", "-dash")
 
 
+@settings(max_examples=25)
 @given(st.floats(min_value=1e-9, max_value=1.0), st.floats(min_value=0, max_value=1e300))
 def test_floats_survive_the_way_to_a_child(share: float, timeout_s: float) -> None:
     options = parse(f"--gpu-memory-utilization={share!r}", f"--request-timeout={timeout_s!r}")
