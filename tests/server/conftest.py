@@ -1,8 +1,5 @@
 """Fixtures for all server tests: one front with two scripted ranks per module, and network namespaces per test."""
 
-import os
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +8,7 @@ import pytest
 
 from tests.support.models.tiny_tokenizer import write_tokenizer
 from tests.support.service.front_process import TIMEOUT_S, FrontProcess
+from tests.support.service.namespaces import made_namespaces
 
 
 @pytest.fixture(scope="module")
@@ -47,23 +45,6 @@ def client(front: FrontProcess) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture
 def namespaces(request: pytest.FixtureRequest) -> Iterator[list[str]]:
-    """Create network namespaces on one switch, with addresses 10.213.7.1 and up: two, or the number that a test parametrises."""
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("needs root and the `ip` program to make network namespaces")
-    hub, *names = [f"wideep-{os.getpid()}-{node}" for node in range(getattr(request, "param", 2) + 1)]
-    commands = [f"ip netns add {name}" for name in (hub, *names)]
-    commands += [f"ip -n {hub} link add switch type bridge", f"ip -n {hub} link set switch up"]
-    for node, name in enumerate(names, start=1):
-        commands += [f"ip -n {name} link add veth0 type veth peer name veth{node} netns {hub}"]
-        commands += [f"ip -n {hub} link set veth{node} master switch up"]
-        commands += [f"ip -n {name} addr add 10.213.7.{node}/24 dev veth0"]
-        commands += [f"ip -n {name} link set {device} up" for device in ("lo", "veth0")]
-    try:
-        for command in commands:
-            answer = subprocess.run(command.split(), capture_output=True, text=True, timeout=10)
-            if answer.returncode:
-                pytest.skip(f"cannot make network namespaces here: {command}: {answer.stderr.strip()}")
+    """Return the names of two network namespaces on one switch, or of the number that a test parametrises."""
+    with made_namespaces(getattr(request, "param", 2)) as names:
         yield names
-    finally:
-        for name in (hub, *names):
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=10)

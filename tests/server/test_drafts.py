@@ -93,7 +93,7 @@ def expected(pair: Pair) -> list[tuple[object, ...]]:
 
 def whole(service: RealService, body: dict[str, Any], path: str = "completions") -> dict[str, Any]:
     """Return an answer that is not streamed, without the fields that differ between answers."""
-    answer = httpx.post(f"{service.url}/v1/{path}", json=body, timeout=120)
+    answer = service.post(f"/v1/{path}", json=body, timeout_s=120)
     assert answer.status_code == 200, answer.text
     said = answer.json()
     usage = {key: said["usage"][key] for key in ("prompt_tokens", "completion_tokens", "total_tokens")}
@@ -102,7 +102,7 @@ def whole(service: RealService, body: dict[str, Any], path: str = "completions")
 
 def counted(service: RealService, name: str) -> float:
     """Return a metric, summed over ranks."""
-    lines = httpx.get(f"{service.url}/metrics").text.splitlines()
+    lines = service.get("/metrics").text.splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith(name + "{"))
 
 
@@ -165,7 +165,7 @@ def test_vllm_s_metrics_count_drafts(pair: Pair) -> None:
     assert 0 < drafts <= tokens and 0 < accepted <= tokens
     by_place = counted(pair.drafting, "vllm:spec_decode_num_accepted_tokens_per_pos_total")
     assert by_place == accepted
-    assert "vllm:spec_decode" not in httpx.get(f"{pair.plain.url}/metrics").text
+    assert "vllm:spec_decode" not in pair.plain.get("/metrics").text
 
 
 def test_a_killed_engine_changes_no_stream_and_comes_back(
@@ -177,7 +177,7 @@ def test_a_killed_engine_changes_no_stream_and_comes_back(
         os.kill(service.engines()[1], signal.SIGKILL)
 
     def is_whole() -> bool:
-        status = httpx.get(f"{service.url}/v1/fault_tolerance/status", timeout=30).json()
+        status = service.status()
         return (status["phase"], status["members"]) == ("serving", [*range(NUM_RANKS)])
 
     streams = stream_all(service.url, BODIES, pieces=PIECES, then=kill)

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from dispatch.ports import free_port
@@ -94,23 +93,20 @@ def service(order: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
 
 def unbalance(service: RealService, seed: int) -> None:
     """Apply a placement that the controller will want to improve. The service may refuse it if it is busy or lacks a rank."""
-    now = from_json(httpx.get(f"{service.url}/experts/history", timeout=60).json()["serving"])
+    now = from_json(service.get("/experts/history").json()["serving"])
     sizes = now.num_layers, now.num_experts, now.num_ranks, now.slots_per_rank
     target = align(random_placement(*sizes, seed=seed), now)
-    httpx.post(f"{service.url}/experts/apply", json={"placement": to_json(target)}, timeout=120)
+    service.post("/experts/apply", json={"placement": to_json(target)}, timeout_s=120)
 
 
 def moves_by_itself(service: RealService) -> bool:
     """Return whether experts are being moved by a decision of the controller."""
-    told = httpx.get(f"{service.url}/experts/history", timeout=60).json()["under_way"]
+    told = service.get("/experts/history").json()["under_way"]
     return told is not None and told["kind"] != "apply"
 
 
 def wait_until_whole(service: RealService) -> None:
-    status = f"{service.url}/v1/fault_tolerance/status"
-    wait_until(
-        lambda: httpx.get(status, timeout=60).json()["members"] == [0, 1], service.output, within_s=START_S
-    )
+    wait_until(lambda: service.status()["members"] == [0, 1], service.output, within_s=START_S)
 
 
 def num_killed(service: RealService) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.test_faults import kill, status
+from tests.server.test_faults import kill
 from tests.support.requests.timed_streams import TimedStream, stream_all
 from tests.support.service.real_service import START_S, RealService, write_tiny_model
 from tests.support.service.service_processes import wait_until
@@ -47,7 +47,7 @@ def undisturbed(service: RealService) -> list[tuple[object, ...]]:
 
 
 def metric(service: RealService, name: str) -> float:
-    text = httpx.get(f"{service.url}/metrics", timeout=30).text
+    text = service.get("/metrics").text
     return sum(float(value) for value in re.findall(rf"^{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE))
 
 
@@ -118,7 +118,7 @@ def test_a_rank_that_is_killed_amid_moves_costs_no_answer(
         assert said(streams.result()) == undisturbed
     wait_until_nothing_is_open(service)
     wait_until(
-        lambda: (status(service)["phase"], len(status(service)["members"])) == ("serving", 2),
-        lambda: f"a rank is away: {status(service)}",
+        lambda: (service.status()["phase"], len(service.status()["members"])) == ("serving", 2),
+        lambda: f"a rank is away: {service.status()}",
         within_s=START_S,
     )

@@ -1,6 +1,5 @@
 """A service on two nodes that share only a network: real torchrun agents and engines in namespaces."""
 
-import concurrent.futures
 import contextlib
 import json
 import os
@@ -11,10 +10,19 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+import httpx
 import pytest
 
-from tests.support.service.namespaces import ask, close_ports, other_version, set_link
+from tests.support.service.namespaces import (
+    ask,
+    close_ports,
+    made_namespaces,
+    other_version,
+    set_link,
+    threads_inside,
+)
 from tests.support.service.namespaces import members as members_at
 from tests.support.service.real_service import START_S, WIDEEP, RealService, write_tiny_model
 from tests.support.service.service_processes import has_ended, wait_until
@@ -22,12 +30,6 @@ from tests.support.service.service_processes import has_ended, wait_until
 OTHER_NODE, ENDPOINT_NODE, HTTP_PORT = 0, 1, 8000  # Inside its namespace every port is free.
 ENDPOINT = f"10.213.7.{ENDPOINT_NODE + 1}:29400"
 URL = f"http://10.213.7.{ENDPOINT_NODE + 1}:{HTTP_PORT}"
-STREAM = """
-import sys, httpx
-with httpx.stream('POST', sys.argv[1], content=sys.argv[2], headers={'content-type': 'application/json'}, timeout=300) as answer:
-    for line in answer.iter_lines():
-        print(line, flush=True)
-"""
 PIECES = 10  # received by every stream before a fault
 NUM_STREAMS = 4  # over two ranks
 STREAMS_S = 300.0  # for streams to begin or to end
@@ -117,19 +119,20 @@ def stream_all(
 ) -> list[str]:
     """Stream completions from inside a namespace and return their texts. Call `then` when all streams have begun."""
     fields = {"model": "tiny", "max_tokens": 200, "temperature": 0, "ignore_eos": True, "stream": True}
-    bodies = [{**fields, "prompt": f"{number} the cat"} for number in range(NUM_STREAMS)]
-    inside = ["ip", "netns", "exec", namespace, sys.executable, "-c", STREAM, f"{URL}/v1/completions"]
-    clients = [
-        subprocess.Popen([*inside, json.dumps(body)], stdout=subprocess.PIPE, text=True) for body in bodies
-    ]
     are_under_way = threading.Barrier(NUM_STREAMS + 1)
 
-    def read(client: subprocess.Popen[str]) -> list[str]:
-        """Read to the end with one reader: `communicate` would skip the lines that `readline` has buffered."""
+    def read(prompt: str) -> list[str]:
+        """Return the lines of a stream up to its end, or up to the end of the front."""
         lines: list[str] = []
-        with client:
-            assert client.stdout is not None
-            for line in client.stdout:
+        sent = httpx.stream(
+            "POST",
+            f"{URL}/v1/completions",
+            json={**fields, "prompt": prompt},
+            timeout=STREAMS_S,
+            verify=False,
+        )
+        with contextlib.suppress(httpx.TransportError), sent as answer:
+            for line in answer.iter_lines():
                 lines.append(line)
                 if sum(line.startswith("data: {") for line in lines) == pieces and line.startswith("data: {"):
                     are_under_way.wait(STREAMS_S)
@@ -137,16 +140,14 @@ def stream_all(
             are_under_way.abort()  # it was refused
         return lines
 
-    with concurrent.futures.ThreadPoolExecutor(NUM_STREAMS) as readers:
-        readings = [readers.submit(read, client) for client in clients]
+    with threads_inside(namespace, NUM_STREAMS) as readers:
+        readings = [readers.submit(read, f"{number} the cat") for number in range(NUM_STREAMS)]
         try:
             are_under_way.wait(STREAMS_S)
             then()
             return [_text(reading.result(STREAMS_S)) for reading in readings]
         finally:
             are_under_way.abort()
-            for client in clients:
-                client.kill()
 
 
 def _text(lines: Sequence[str]) -> str:
@@ -169,50 +170,6 @@ def members(namespace: str) -> list[int]:
 
 
 @pytest.mark.slow
-def test_two_nodes_serve_together_over_gloo(namespaces: list[str], tmp_path: Path) -> None:
-    body = {"model": "tiny", "prompt": "the cat", "max_tokens": 16, "temperature": 0}
-    with start(namespaces, tmp_path) as service:
-        wait_until_healthy(service, namespaces)
-        answers = [ask(name, "POST", f"{URL}/v1/completions", body) for name in namespaces]
-        texts = [json.loads(answer)["choices"][0]["text"] for answer in answers if answer]
-        assert len(texts) == 2
-        assert texts[0] == texts[1]
-    assert service.output().count(URL) >= 2
-
-
-@pytest.mark.slow
-def test_an_engine_that_dies_on_another_node_comes_back_and_streams_go_on(
-    namespaces: list[str], tmp_path: Path
-) -> None:
-    with start(namespaces, tmp_path) as service:
-        wait_until_healthy(service, namespaces)
-        here, other = namespaces[ENDPOINT_NODE], namespaces[OTHER_NODE]
-        expected = stream_all(here)
-        victim = engine_of(service, other)
-        assert stream_all(other, then=lambda: os.kill(victim, signal.SIGKILL)) == expected
-        wait_until(lambda: members(here) == [0, 1], service.output, within_s=START_S)
-        assert engine_of(service, other) != victim
-        assert stream_all(here) == expected
-        assert [process.poll() for process in service.processes] == [None, None]
-
-
-@pytest.mark.slow
-def test_an_engine_that_is_stopped_on_another_node_is_started_again_and_streams_go_on(
-    namespaces: list[str], tmp_path: Path
-) -> None:
-    with start(namespaces, tmp_path) as service:
-        wait_until_healthy(service, namespaces)
-        here, other = namespaces[ENDPOINT_NODE], namespaces[OTHER_NODE]
-        expected = stream_all(here)
-        victim = engine_of(service, other)
-        assert stream_all(here, then=lambda: os.kill(victim, signal.SIGSTOP)) == expected
-        wait_until(lambda: members(here) == [0, 1], service.output, within_s=START_S)
-        killed = "hung and was killed: it is stopped"
-        wait_until(lambda: killed in service.output(), service.output)
-        assert stream_all(here) == expected
-
-
-@pytest.mark.slow
 def test_a_node_that_is_cut_off_ends_and_the_other_goes_on(namespaces: list[str], tmp_path: Path) -> None:
     with start(namespaces, tmp_path, "--distributed-timeout-seconds=5") as service:
         wait_until_healthy(service, namespaces)
@@ -226,22 +183,6 @@ def test_a_node_that_is_cut_off_ends_and_the_other_goes_on(namespaces: list[str]
         assert f"--join {ENDPOINT}" in service.output()
         assert stream_all(here) == expected, "the end of the other node's torchrun does not end this one"
         assert service.processes[ENDPOINT_NODE].poll() is None
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("namespaces", [3], indirect=True)
-def test_engines_of_three_nodes_die_and_hang_and_streams_go_on(namespaces: list[str], tmp_path: Path) -> None:
-    with start(namespaces, tmp_path) as service:
-        wait_until_healthy(service, namespaces)
-        here = namespaces[ENDPOINT_NODE]
-        expected = stream_all(here)
-        for number, node in [*((signal.SIGKILL, name) for name in namespaces), (signal.SIGSTOP, here)]:
-            victim = engine_of(service, node)
-            assert stream_all(here, then=lambda: os.kill(victim, number)) == expected  # noqa: B023
-            wait_until(lambda: members(here) == [0, 1, 2], service.output, within_s=START_S)
-            assert engine_of(service, node) != victim
-        assert stream_all(namespaces[-1]) == expected
-        assert [process.poll() for process in service.processes] == [None] * 3
 
 
 @pytest.mark.slow
@@ -267,40 +208,6 @@ def test_a_node_that_is_gone_comes_back_with_a_torchrun_of_its_own(
 
 
 @pytest.mark.slow
-def test_a_link_that_is_healed_within_a_minute_brings_its_node_back(
-    namespaces: list[str], tmp_path: Path
-) -> None:
-    with start(namespaces, tmp_path) as service:
-        wait_until_healthy(service, namespaces)
-        here, other = namespaces[ENDPOINT_NODE], namespaces[OTHER_NODE]
-        expected = stream_all(here)
-        assert stream_all(here, then=lambda: set_link(other, "down")) == expected
-        wait_until(lambda: len(members(here)) == 1, service.output)
-        set_link(other, "up")
-        wait_until(lambda: members(here) == [0, 1], service.output, within_s=START_S)
-        assert stream_all(other) == expected
-        assert [process.poll() for process in service.processes] == [None, None]
-
-
-@pytest.mark.slow
-def test_a_killed_front_is_back_and_the_engines_of_all_nodes_serve_on(
-    namespaces: list[str], tmp_path: Path
-) -> None:
-    with start(namespaces, tmp_path) as service:
-        wait_until_healthy(service, namespaces)
-        here, engines, victim = namespaces[ENDPOINT_NODE], service.engines(), service.find("front")
-        expected = stream_all(here)
-        with pytest.raises(AssertionError, match=r"the stream ended without \[DONE\]"):
-            stream_all(here, then=lambda: os.kill(victim, signal.SIGKILL))
-        wait_until(lambda: members(here) == [0, 1], service.output, within_s=START_S)
-        wait_until_healthy(service, namespaces)
-        assert service.find("front") != victim
-        assert service.engines() == engines
-        assert stream_all(namespaces[OTHER_NODE]) == expected
-        assert [process.poll() for process in service.processes] == [None, None]
-
-
-@pytest.mark.slow
 def test_nodes_end_by_themselves_when_that_of_the_front_is_gone(
     namespaces: list[str], tmp_path: Path
 ) -> None:
@@ -310,17 +217,6 @@ def test_nodes_end_by_themselves_when_that_of_the_front_is_gone(
         end_node(service, ENDPOINT_NODE)
         assert service.processes[OTHER_NODE].wait(END_S) != 0
         assert all(has_ended(pid, END_S) for pid in left)
-
-
-@pytest.mark.slow
-def test_nobody_joins_a_service_that_misses_nobody(namespaces: list[str], tmp_path: Path) -> None:
-    with start(namespaces, tmp_path) as service:
-        wait_until_healthy(service, namespaces)
-        with joining(namespaces[OTHER_NODE], tmp_path) as node:
-            assert node.wait(END_S) != 0
-        said = (tmp_path / "joined.txt").read_text()
-        assert f"cannot join the service at {ENDPOINT}: no node is away" in said
-        assert members(namespaces[ENDPOINT_NODE]) == [0, 1]
 
 
 def with_another_checkpoint(directory: Path, namespaces: Sequence[str]) -> dict[str, str]:
@@ -372,3 +268,75 @@ def test_a_node_that_does_not_go_with_the_other_ends_the_start_with_a_sentence_t
         assert said.count("NodesDifferError: ") >= 2, "both nodes report it"
         assert says in said
         assert ("gloo interface" in said) is (change is with_a_wrong_interface)
+
+
+class Nodes(NamedTuple):
+    """A service of three nodes."""
+
+    names: list[str]  # of the namespaces
+    service: RealService
+    directory: Path
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
+    """Return a service that each test leaves whole."""
+    directory = tmp_path_factory.mktemp("three")
+    with made_namespaces(3) as names, start(names, directory, "--max-rank-restarts=20") as service:
+        wait_until_healthy(service, names)
+        yield Nodes(names, service, directory)
+
+
+@pytest.mark.slow
+def test_engines_of_three_nodes_die_and_hang_and_streams_go_on(three: Nodes) -> None:
+    names, service, _ = three
+    here, other = names[ENDPOINT_NODE], names[OTHER_NODE]
+    expected = stream_all(here)
+    killed = [(signal.SIGKILL, name) for name in names]
+    for number, node in [*killed, (signal.SIGSTOP, here), (signal.SIGSTOP, other)]:
+        victim = engine_of(service, node)
+        assert stream_all(here, then=lambda: os.kill(victim, number)) == expected  # noqa: B023
+        wait_until(lambda: members(here) == [0, 1, 2], service.output, within_s=START_S)
+        assert engine_of(service, node) != victim
+    hung = "hung and was killed: it is stopped"
+    wait_until(lambda: service.output().count(hung) == 2, service.output)
+    assert all(stream_all(name) == expected for name in names)
+    assert service.output().count(URL) >= len(names), "each node says that it serves"
+    assert [process.poll() for process in service.processes] == [None] * 3
+
+
+@pytest.mark.slow
+def test_a_link_that_is_healed_within_a_minute_brings_its_node_back(three: Nodes) -> None:
+    names, service, _ = three
+    here, other = names[ENDPOINT_NODE], names[OTHER_NODE]
+    expected = stream_all(here)
+    assert stream_all(here, then=lambda: set_link(other, "down")) == expected
+    wait_until(lambda: len(members(here)) == 2, service.output)
+    set_link(other, "up")
+    wait_until(lambda: members(here) == [0, 1, 2], service.output, within_s=START_S)
+    assert stream_all(other) == expected
+    assert [process.poll() for process in service.processes] == [None] * 3
+
+
+@pytest.mark.slow
+def test_a_killed_front_is_back_and_the_engines_of_all_nodes_serve_on(three: Nodes) -> None:
+    names, service, _ = three
+    here, engines, victim = names[ENDPOINT_NODE], service.engines(), service.find("front")
+    expected = stream_all(here)
+    with pytest.raises(AssertionError, match=r"the stream ended without \[DONE\]"):
+        stream_all(here, then=lambda: os.kill(victim, signal.SIGKILL))
+    wait_until(lambda: members(here) == [0, 1, 2], service.output, within_s=START_S)
+    wait_until_healthy(service, names)
+    assert service.find("front") != victim
+    assert service.engines() == engines
+    assert stream_all(names[OTHER_NODE]) == expected
+    assert [process.poll() for process in service.processes] == [None] * 3
+
+
+@pytest.mark.slow
+def test_nobody_joins_a_service_that_misses_nobody(three: Nodes) -> None:
+    with joining(three.names[OTHER_NODE], three.directory) as node:
+        assert node.wait(END_S) != 0
+    said = (three.directory / "joined.txt").read_text()
+    assert f"cannot join the service at {ENDPOINT}: no node is away" in said
+    assert members(three.names[ENDPOINT_NODE]) == [0, 1, 2]

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import httpx
 import pytest
 
 from server.offline import LLM, SamplingParams
@@ -42,7 +41,7 @@ def test_an_llm_and_a_batch_give_the_services_tokens(model: Path, tmp_path: Path
     with RealService.serve(model, tmp_path / "output.txt") as service:
         service.wait_ready()
         body = {"prompt": PROMPTS, **GREEDY.body(), "return_token_ids": True}
-        answer = httpx.post(f"{service.url}/v1/completions", json=body, timeout=120).json()
+        answer = service.post("/v1/completions", json=body, timeout_s=120).json()
     expected = [(choice["text"], choice["token_ids"]) for choice in answer["choices"]]
     with LLM(str(model), kv_cache_memory="16M", data_parallel_size=1) as llm:
         results = llm.generate(PROMPTS, GREEDY)

@@ -5,7 +5,6 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -36,16 +35,14 @@ def body_of(number: int) -> dict[str, Any]:
 
 def alone(service: RealService, number: int) -> str:
     """Return the answer to a single request."""
-    response = httpx.post(
-        f"{service.url}/v1/completions", json=body_of(number) | {"stream_options": None}, timeout=60
-    )
+    response = service.post("/v1/completions", json=body_of(number) | {"stream_options": None})
     return str(response.json()["choices"][0]["text"])
 
 
 def figures(service: RealService) -> dict[str, float]:
     """Return the metrics, summed over ranks."""
     found: dict[str, float] = {}
-    for family in text_string_to_metric_families(httpx.get(f"{service.url}/metrics", timeout=60).text):
+    for family in text_string_to_metric_families(service.get("/metrics").text):
         for sample in family.samples:
             found[sample.name] = found.get(sample.name, 0.0) + sample.value
     return found

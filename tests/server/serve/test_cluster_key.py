@@ -6,7 +6,6 @@ from datetime import timedelta
 from pathlib import Path
 from unittest.mock import Mock
 
-import httpx
 import pytest
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, TCPStore
@@ -95,7 +94,7 @@ def test_a_program_of_the_same_machine_cannot_take_a_ranks_place(tmp_path: Path)
             with pytest.raises(LinkError, match="cluster key"):
                 RankLink(front["ranks_address"], front["token"], facts, Mock(), cluster_key=key).open(30)
         body = {"model": "tiny", "prompt": "the cat", "max_tokens": 8, "ignore_eos": True}
-        answer = httpx.post(f"{service.url}/v1/completions", json=body, timeout=60)
+        answer = service.post("/v1/completions", json=body)
         assert answer.json()["usage"]["completion_tokens"] == 8
         assert service.output().count("is lost") == 0
 
@@ -112,5 +111,5 @@ def test_ranks_with_the_same_cluster_key_serve(tmp_path: Path) -> None:
     with RealService.serve(model, tmp_path / "output.txt", *flags) as service:
         service.wait_ready()
         body = {"model": "tiny", "prompt": "the cat", "max_tokens": 8, "ignore_eos": True}
-        answer = httpx.post(f"{service.url}/v1/completions", json=body, timeout=60)
+        answer = service.post("/v1/completions", json=body)
         assert answer.json()["usage"]["completion_tokens"] == 8

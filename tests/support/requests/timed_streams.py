@@ -93,7 +93,7 @@ async def _stream_all(
     limits = httpx.Limits(max_connections=None)
     async with (
         asyncio.timeout(TIMEOUT_S),
-        httpx.AsyncClient(timeout=TIMEOUT_S, limits=limits, headers=headers) as client,
+        httpx.AsyncClient(timeout=TIMEOUT_S, limits=limits, headers=headers, verify=False) as client,
         asyncio.TaskGroup() as tasks,
     ):
         for stream in streams:

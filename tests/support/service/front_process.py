@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 
 from scheduler.policy.request import Request
 from tests.support.models.tiny_tokenizer import MAX_LEN
+from tests.support.requests import plain_http
 from tests.support.service.fake_rank import FakeRank, Script
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -139,10 +140,10 @@ class FrontProcess:
         return [request for request in given if word in self.decode(request.prompt_ids)][-1]
 
     def get(self, path: str, **how: object) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=TIMEOUT_S, **{"headers": self.headers, **how})  # type: ignore[arg-type]
+        return plain_http.get(self.url + path, timeout=TIMEOUT_S, **{"headers": self.headers, **how})  # type: ignore[arg-type]
 
     def post(self, path: str, **how: object) -> httpx.Response:
-        return httpx.post(self.url + path, timeout=TIMEOUT_S, **{"headers": self.headers, **how})  # type: ignore[arg-type]
+        return plain_http.post(self.url + path, timeout=TIMEOUT_S, **{"headers": self.headers, **how})  # type: ignore[arg-type]
 
     def wait(self) -> tuple[int, str]:
         """Wait for the process to end. Return its status and stderr."""

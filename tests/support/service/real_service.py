@@ -7,13 +7,14 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import httpx
 
 from dispatch.ports import free_port
 from tests.support.models.families import write_checkpoint
 from tests.support.models.tiny_tokenizer import CHAT_TEMPLATE, write_tokenizer
+from tests.support.requests import plain_http
 from tests.support.service.service_processes import wait_until
 
 REPOSITORY = Path(__file__).parents[3]
@@ -66,6 +67,16 @@ class RealService:
         wait_until(self._is_ready, lambda: f"the service did not come up:\n{self.output()}", within_s=START_S)
         return self
 
+    def get(self, path: str, *, timeout_s: float = 60.0) -> httpx.Response:
+        return plain_http.get(self.url + path, timeout=timeout_s)
+
+    def post(self, path: str, *, timeout_s: float = 60.0, **body: Any) -> httpx.Response:
+        return plain_http.post(self.url + path, timeout=timeout_s, **body)
+
+    def status(self) -> dict[str, Any]:
+        """Return which ranks serve, and the losses so far."""
+        return dict(self.get("/v1/fault_tolerance/status").json())
+
     def check_runs(self) -> None:
         """Fail if a command has ended."""
         ended = [process.returncode for process in self.processes if process.poll() is not None]
@@ -74,7 +85,7 @@ class RealService:
     def _is_ready(self) -> bool:
         self.check_runs()
         try:
-            return httpx.get(f"{self.url}/health", timeout=2).status_code == 200
+            return self.get("/health", timeout_s=2.0).status_code == 200
         except httpx.TransportError:
             return False
 

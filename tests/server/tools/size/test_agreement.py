@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from kvcache.paged_cache import BLOCK_TOKENS
@@ -154,7 +153,7 @@ def test_a_service_reports_the_kv_tokens_that_size_said(
     model = write_tiny_model(tmp_path / "model")
     with RealService.serve(model, tmp_path / "log", "-dp", "2", "--max-num-seqs", "8") as service:
         service.wait_ready()
-        reported = httpx.get(f"{service.url}/server_info", timeout=START_S).json()
+        reported = service.get("/server_info", timeout_s=START_S).json()
     words = ["size", str(model), "--device", "this", "-dp", "2", "--max-num-seqs", "8"]
     words += ["--kv-cache-memory", "16M", "--input", "20", "--output", "10", "--json"]
     assert main(words) == 0
