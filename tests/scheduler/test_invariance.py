@@ -230,6 +230,7 @@ def test_fp8_dispatch_gives_the_same_bits_on_any_ranks_and_close_answers(
         assert {key: value for part in parts for key, value in part.items()} == wanted
 
 
+@pytest.mark.parametrize("served_alone", ["qwen3_moe"], indirect=True, scope="module")
 def test_the_comparison_sees_a_single_changed_weight(served_alone: tuple[Path, Answers]) -> None:
     directory, alone = served_alone
     built = build(directory, max_model_len=160)
