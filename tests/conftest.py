@@ -91,10 +91,12 @@ def interpreter() -> Iterator[RankPool]:
         yield pool
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip marked tests on machines without a GPU."""
-    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
+@pytest.fixture(scope="session")
+def interpreting_pair() -> Iterator[RankPool]:
+    """Return two separate ranks with interpreted kernels."""
+    with RankPool(2, timeout_s=120.0) as pool:
+        pool.run(interpret)
+        yield pool
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -1,22 +1,13 @@
-"""Ranks with interpreted kernels, in addition to those of the pools."""
+"""Ranks for a wire."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
 from tests.conftest import PoolOf
-from tests.support.gpu.interpreted import interpret
 from tests.support.ranks import RankPool
 
 RanksOf = Callable[[str, int], RankPool]
-
-
-@pytest.fixture(scope="package")
-def interpreting_pair() -> Iterator[RankPool]:
-    """Start two separate ranks: processes must choose the interpreter before any import of triton."""
-    with RankPool(2, timeout_s=120.0) as pool:
-        pool.run(interpret)
-        yield pool
 
 
 @pytest.fixture

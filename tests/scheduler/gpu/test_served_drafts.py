@@ -13,7 +13,7 @@ from tests.scheduler.drafts.test_served_drafts import MTP, NGRAM, SUFFIX, always
 from tests.scheduler.test_invariance import Answers, collect
 from tests.support.engines.serving import request, serve
 from tests.support.gpu.path import build_interpreted
-from tests.support.models.families import make_model, write_checkpoint
+from tests.support.models.families import SHALLOW, make_model, write_checkpoint
 from tests.support.models.mtp import write_mtp_checkpoint
 from tests.support.ranks import RankPool
 
@@ -70,7 +70,7 @@ def test_drafts_change_no_bit(given: str, foresees: bool, interpreter: RankPool,
 def test_drafts_change_no_token_of_recurrent_models(
     family: str, interpreter: RankPool, tmp_path: Path
 ) -> None:
-    write_checkpoint(family, tmp_path)
+    write_checkpoint(family, tmp_path, is_shallow=True)
     plain, found, (num_right, num_tried) = interpreter.run(
         both, tmp_path, SUFFIX, True, timeout_s=INTERPRETER_S
     )[0]
@@ -82,7 +82,7 @@ def test_drafts_change_no_token_of_recurrent_models(
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "qwen3_next"])
 def test_drafts_of_own_layers_change_no_bit(family: str, interpreter: RankPool, tmp_path: Path) -> None:
     """Latent attention uses two torch products with bits that depend on the number of rows (docs/gpu.md); tokens stay equal."""
-    write_mtp_checkpoint(family, tmp_path, change=partial(foresee, share=NEARLY_RIGHT))
+    write_mtp_checkpoint(family, tmp_path, change=partial(foresee, share=NEARLY_RIGHT), **SHALLOW[family])
     plain, found, (num_right, num_tried) = interpreter.run(
         both, tmp_path, MTP, False, timeout_s=INTERPRETER_S
     )[0]

@@ -1,6 +1,5 @@
 """Two interpreted ranks of the GPU path serve the tokens of transformers. A restarted rank can serve alone."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from scheduler.epochs.orders import Order
 from scheduler.policy.config import EngineConfig
 from scheduler.policy.request import RankStats, RequestOutput
 from tests.support.engines.serving import own_share, request, serve
-from tests.support.gpu.interpreted import interpret, needs_triton
+from tests.support.gpu.interpreted import needs_triton
 from tests.support.gpu.path import SETTINGS, build_interpreted
 from tests.support.models.families import VOCABULARY, write_checkpoint
 from tests.support.ranks import RankPool
@@ -22,14 +21,6 @@ pytestmark = [
     pytest.mark.slow,
     needs_triton,
 ]
-
-
-@pytest.fixture(scope="module")
-def pair() -> Iterator[RankPool]:
-    """Start two separate ranks: processes must choose the interpreter before any import of triton."""
-    with RankPool(2, timeout_s=120.0) as pool:
-        pool.run(interpret)
-        yield pool
 
 
 def tokens_served(
@@ -57,12 +48,12 @@ def tokens_served(
     ],
 )
 def test_ranks_on_gpus_serve_transformers_tokens(
-    pair: RankPool, tmp_path: Path, backend: str, says: str, family: str, compiler: str
+    interpreting_pair: RankPool, tmp_path: Path, backend: str, says: str, family: str, compiler: str
 ) -> None:
-    oracle = write_checkpoint(family, tmp_path)
+    oracle = write_checkpoint(family, tmp_path, is_shallow=True)
     generator = torch.Generator().manual_seed(6)
     prompts = [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in (3, 18, 9)]
-    parts = pair.run(tokens_served, tmp_path, prompts, backend, compiler, timeout_s=400.0)
+    parts = interpreting_pair.run(tokens_served, tmp_path, prompts, backend, compiler, timeout_s=400.0)
     served = {name: ids for tokens, _ in parts for name, ids in tokens.items()}
     for index, prompt in enumerate(prompts):
         made = oracle.generate(torch.tensor([prompt]), max_new_tokens=4, do_sample=False, eos_token_id=None)
@@ -78,9 +69,9 @@ def open_by_node(directory: Path) -> str:
     return "no error"
 
 
-def test_node_limited_dispatch_is_refused_by_name(pair: RankPool, tmp_path: Path) -> None:
+def test_node_limited_dispatch_is_refused_by_name(interpreting_pair: RankPool, tmp_path: Path) -> None:
     write_checkpoint("mixtral", tmp_path)
-    for text in pair.run(open_by_node, tmp_path):
+    for text in interpreting_pair.run(open_by_node, tmp_path):
         assert text == "--dispatch-node-size is 1; between GPUs every rank sends to every other: give 0"
 
 
@@ -111,7 +102,7 @@ def serve_as_newcomer(directory: Path, prompt: list[int]) -> list[int]:
 
 
 def test_a_newcomer_serves_transformers_tokens(interpreter: RankPool, tmp_path: Path) -> None:
-    oracle = write_checkpoint("mixtral", tmp_path)
+    oracle = write_checkpoint("mixtral", tmp_path, is_shallow=True)
     prompt = torch.randint(3, VOCABULARY, (9,), generator=torch.Generator().manual_seed(6)).tolist()
     served = interpreter.run(serve_as_newcomer, tmp_path, prompt, timeout_s=300.0)[0]
     made = oracle.generate(torch.tensor([prompt]), max_new_tokens=3, do_sample=False, eos_token_id=None)

@@ -245,6 +245,17 @@ DRAFTING_FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 
+# Two layers of families, of the kinds that the whole family has. For tests with a cost per layer, such as in Triton's interpreter.
+SHALLOW: dict[str, dict[str, Any]] = {
+    **{
+        family: {"num_hidden_layers": 2}
+        for family in ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3", "deepseek_v32")
+    },
+    "gpt_oss": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+    "qwen3_next": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+    "jamba": {"num_hidden_layers": 2, "attn_layer_period": 2, "attn_layer_offset": 1},
+}
+
 MULTIMODAL_ROTARY = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 LLAMA4: dict[str, Any] = {
     "num_hidden_layers": 4,
@@ -413,9 +424,15 @@ def seed_special_tensors(model: PreTrainedModel, seed: int) -> None:
 
 
 def write_checkpoint(
-    family: str, directory: Path, seed: int = 0, *, vocab_size: int = VOCABULARY, **options: Any
+    family: str,
+    directory: Path,
+    seed: int = 0,
+    *,
+    vocab_size: int = VOCABULARY,
+    is_shallow: bool = False,
+    **options: Any,
 ) -> PreTrainedModel:
     """Write a family's checkpoint and return its oracle. `options` are passed to save_pretrained (max_shard_size)."""
-    model = make_model(family, seed, vocab_size=vocab_size)
+    model = make_model(family, seed, vocab_size=vocab_size, **(SHALLOW[family] if is_shallow else {}))
     model.save_pretrained(directory, **options)
     return model
