@@ -21,7 +21,7 @@ _SLOW = ", slow"
 
 
 def units(setting: Setting) -> list[str]:
-    """Return two units per file: its fast and its slow tests. With tiny shapes there is no GPU, and one file shows that units run."""
+    """Return two units per file: its fast and its slow tests. Tiny shapes run without a GPU: one file suffices."""
     names = [str(path.relative_to(_ROOT)) for path in marked_files(_ROOT)][: 1 if setting.is_tiny else None]
     return [*names, *(name + _SLOW for name in names)]
 

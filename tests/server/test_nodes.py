@@ -301,7 +301,7 @@ def test_engines_of_three_nodes_die_and_hang_and_streams_go_on(three: Nodes) -> 
     hung = "hung and was killed: it is stopped"
     wait_until(lambda: service.output().count(hung) == 2, service.output)
     assert all(stream_all(name) == expected for name in names)
-    assert service.output().count(URL) >= len(names), "each node says that it serves"
+    assert service.output().count(URL) >= len(names), "each node prints the address"
     assert [process.poll() for process in service.processes] == [None] * 3
 
 

@@ -2,7 +2,7 @@
 
 
 class Clock:
-    """A function that returns `now_s`. `sleep` moves it at once, by as much as was asked for."""
+    """A function that returns `now_s`. `sleep` moves it at once."""
 
     def __init__(self, now_s: float = 100.0) -> None:
         self.now_s = now_s

@@ -44,7 +44,7 @@ def made_namespaces(count: int) -> Iterator[list[str]]:
 
 
 def threads_inside(namespace: str, count: int = 1) -> ThreadPoolExecutor:
-    """Return threads whose sockets belong to a namespace. A process inside it would first import its HTTP client each time."""
+    """Return threads with sockets of a namespace. A process inside it would first import its HTTP client each time."""
     return ThreadPoolExecutor(count, initializer=_enter, initargs=(namespace,))
 
 
