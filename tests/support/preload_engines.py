@@ -13,6 +13,7 @@ from attention.recurrences.cpu_kernels import KERNELS as RECURRENCE_KERNELS
 from attention.sparse.cpu import SPARSE_KERNELS
 from attention.sparse.cpu_pools import POOL_KERNELS
 from dispatch.passes import PASSES
+from dispatch.team import Kernel
 from moe.cpu.products import GATHER, GROUPED, LINEAR, QUANTISE
 from moe.cpu.spread_experts import CHOOSE
 from scheduler import assembly
@@ -23,7 +24,9 @@ from tests.support.models import families
 __all__ = ["assembly", "families", "preload", "serving"]
 
 del os.environ["TRITON_INTERPRET"]
-for kernel in (LINEAR, GROUPED, GATHER, QUANTISE, ATTEND, CHOOSE, *PASSES):
-    kernel.compile()
-for kernel in (*LATENT_KERNELS, *SPARSE_KERNELS, *POOL_KERNELS, *RECURRENCE_KERNELS):
+kernels: tuple[Kernel[...], ...] = (
+    LINEAR, GROUPED, GATHER, QUANTISE, ATTEND, CHOOSE,
+    *PASSES, *LATENT_KERNELS, *SPARSE_KERNELS, *POOL_KERNELS, *RECURRENCE_KERNELS,
+)  # fmt: skip
+for kernel in kernels:
     kernel.compile()
