@@ -485,9 +485,8 @@ def overlapped_and_not(directory: Path, seed: int) -> tuple[dict[str, Answer], d
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
-def test_the_gpu_path_gives_the_same_answers(interpreter: RankPool, directory: Path, seed: int) -> None:
+def test_the_gpu_path_gives_the_same_answers(interpreter: RankPool, directory: Path) -> None:
     # The logprobs of the two ways of sampling differ by up to 3e-7 here: `close` allows the rounding of their sums.
-    wanted, found, count = interpreter.run(overlapped_and_not, directory, seed, timeout_s=400.0)[0]
+    wanted, found, count = interpreter.run(overlapped_and_not, directory, 0, timeout_s=400.0)[0]
     assert count >= 5
     check_same(found, wanted, close)

@@ -136,6 +136,7 @@ def test_drafts_on_several_ranks_change_no_bit(
     assert all(num_accepted > 0 for _, (num_accepted, _) in parts)
 
 
+@pytest.mark.parametrize("served_alone", ["qwen3_moe"], indirect=True, scope="module")
 def test_a_wrong_draft_that_is_accepted_is_seen(served_alone: tuple[Path, Answers]) -> None:
     directory, alone = served_alone
     speculative = parse_speculative_config(SUFFIX)
@@ -223,6 +224,7 @@ def test_drafts_of_own_layers_survive_preemption(served_without_drafts: tuple[Pa
     assert 20 < counts[0] < counts[1]
 
 
+@pytest.mark.parametrize("served_without_drafts", ["deepseek_v3"], indirect=True, scope="module")
 @pytest.mark.parametrize("given", [MTP, SUFFIX])
 @pytest.mark.parametrize(
     "mode", [DispatchMode.LOW_LATENCY, pytest.param(DispatchMode.NORMAL, marks=pytest.mark.slow)]
