@@ -134,11 +134,6 @@ class Chromium:
         """Move the pointer to a position in the window."""
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
-    def press(self, key: str) -> None:
-        """Press and release a key."""
-        for kind in ("keyDown", "keyUp"):
-            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key)
-
     def screenshot(self, *, whole: bool = False) -> bytes:
         """Return a PNG of the window, or of the whole page."""
         answer = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
