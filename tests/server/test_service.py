@@ -1,6 +1,5 @@
 """The whole service with real engines: one command, the official client, bad input, and processes that die."""
 
-import functools
 import io
 import json
 import os
@@ -110,9 +109,9 @@ def test_what_is_cached_can_be_forgotten_on_all_ranks_while_requests_run(
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(complete, client, prompt, max_tokens=200)
         for _ in range(20):
-            assert httpx.post(service.url + path).status_code == 200
+            assert service.post(path).status_code == 200
         assert running.result() == expected
-    assert httpx.post(service.url + path).status_code == 200
+    assert service.post(path).status_code == 200
     assert num_cached(1) == 0, "no earlier block is found"
     assert num_cached(4) >= 16, "later blocks are cached"
 
@@ -131,7 +130,7 @@ def test_nonsense_is_refused_by_name_and_costs_nobody_else_anything(
     with pytest.raises(BadRequestError, match="maximum context length"):
         client.completions.create(model="tiny", prompt="x" * 3000)
     for body in (b"{", b"[]", b'{"model": "tiny"}', b'{"model": "tiny", "prompt": "x", "temperature": -1}'):
-        answer = httpx.post(f"{service.url}/v1/completions", content=body)
+        answer = service.post("/v1/completions", content=body)
         assert answer.status_code in (400, 422)
         assert answer.json()["error"]["message"]
     assert complete(client, "the cat") == expected
@@ -144,20 +143,19 @@ def test_a_client_that_leaves_frees_its_blocks(client: OpenAI, service: RealServ
     next(iter(stream))
     stream.close()
     complete(client, "the cat", max_tokens=8)  # a few steps later
-    metrics = httpx.get(f"{service.url}/metrics").text
+    metrics = service.get("/metrics").text
     running = [line for line in metrics.splitlines() if line.startswith("vllm:num_requests_running")]
     assert running
     assert all(float(line.split()[-1]) == 0 for line in running)
 
 
 def test_the_recorded_load_is_every_token_of_every_layer(client: OpenAI, service: RealService) -> None:
-    post = functools.partial(httpx.post, timeout=60)
-    assert post(f"{service.url}/start_expert_distribution_record").status_code == 200
+    assert service.post("/start_expert_distribution_record").status_code == 200
     answers = [
         client.completions.create(model="tiny", prompt=f"{index} on the mat", max_tokens=9, temperature=0)
         for index in range(4)
     ]
-    assert post(f"{service.url}/stop_expert_distribution_record").status_code == 200
+    assert service.post("/stop_expert_distribution_record").status_code == 200
     used = [answer.usage for answer in answers if answer.usage is not None]
     cached = sum(
         usage.prompt_tokens_details.cached_tokens or 0 for usage in used if usage.prompt_tokens_details
@@ -165,7 +163,7 @@ def test_the_recorded_load_is_every_token_of_every_layer(client: OpenAI, service
     prefilled = sum(usage.prompt_tokens for usage in used) - cached
     # The prefill of a prompt's last token yields the first token.
     decoded = sum(usage.completion_tokens - 1 for usage in used)
-    record = io.BytesIO(httpx.get(f"{service.url}/experts/record").content)
+    record = io.BytesIO(service.get("/experts/record").content)
     with np.load(record, allow_pickle=False) as arrays:
         found = {phase: arrays[phase].sum(axis=(0, 2)) for phase in ("prefill", "decode")}
         served = arrays["rank_tokens"].sum(axis=(0, 2, 3))
@@ -174,7 +172,7 @@ def test_the_recorded_load_is_every_token_of_every_layer(client: OpenAI, service
     assert found["prefill"].tolist() == [choices * prefilled] * len(served)
     assert found["decode"].tolist() == [choices * decoded] * len(served)
     assert served.tolist() == (found["prefill"] + found["decode"]).tolist()
-    ranks = httpx.get(f"{service.url}/experts/load").json()["ranks"]
+    ranks = service.get("/experts/load").json()["ranks"]
     assert all(rank["experts_s"] > 0 and rank["step_s"] > rank["dispatch_wait_s"] > 0 for rank in ranks)
     assert all(rank["dispatch_bytes"][1 - rank["rank"]] > 0 for rank in ranks)
 
@@ -203,20 +201,19 @@ def expected(service: RealService) -> list[tuple[object, ...]]:
 def test_answers_stay_the_same_while_experts_move(
     service: RealService, expected: list[tuple[object, ...]]
 ) -> None:
-    now = from_json(httpx.get(f"{service.url}/experts/history").json()["serving"])
+    now = from_json(service.get("/experts/history").json()["serving"])
     target = align(random_placement(now.num_layers, now.num_experts, 2, now.slots_per_rank, seed=3), now)
     applied: list[httpx.Response] = []
 
     def apply() -> None:
-        url = f"{service.url}/experts/apply"
-        applied.append(httpx.post(url, json={"placement": to_json(target)}, timeout=120))
+        applied.append(service.post("/experts/apply", json={"placement": to_json(target)}, timeout_s=120))
 
     moving = threading.Thread(target=apply)
     streams = stream_all(service.url, BODIES, pieces=PIECES, then=moving.start)
     moving.join()
     assert [stream.said for stream in streams] == expected
     assert applied[0].status_code == 200 and applied[0].json()["moves"] > 0, applied[0].text
-    serving = from_json(httpx.get(f"{service.url}/experts/history").json()["serving"])
+    serving = from_json(service.get("/experts/history").json()["serving"])
     assert held(serving) == held(target)
     assert [stream.said for stream in stream_all(service.url, BODIES)] == expected
 
@@ -224,12 +221,11 @@ def test_answers_stay_the_same_while_experts_move(
 def test_streams_go_on_with_the_same_tokens_when_an_engine_is_killed_and_it_comes_back(
     service: RealService, expected: list[tuple[object, ...]]
 ) -> None:
-    status = f"{service.url}/v1/fault_tolerance/status"
     engine = service.engines()[1]
     streams = stream_all(service.url, BODIES, pieces=PIECES, then=lambda: os.kill(engine, signal.SIGKILL))
     assert [stream.said for stream in streams] == expected
-    wait_until(lambda: httpx.get(status).json()["members"] == [0, 1], service.output, within_s=START_S)
-    assert httpx.get(status).json()["losses"] == 1
+    wait_until(lambda: service.status()["members"] == [0, 1], service.output, within_s=START_S)
+    assert service.status()["losses"] == 1
     assert [stream.said for stream in stream_all(service.url, BODIES)] == expected
 
 
@@ -240,21 +236,20 @@ def test_as_json_every_line_of_every_process_is_an_object(model: Path, tmp_path:
     with RealService.serve(model, tmp_path / "output.txt", *flags) as service:
         service.wait_ready()
         os.kill(service.engines()[1], signal.SIGKILL)
-        status = f"{service.url}/v1/fault_tolerance/status"
         for whole in (False, True):
             wait_until(
-                lambda whole=whole: (httpx.get(status).json()["members"] == [0, 1]) == whole,
+                lambda whole=whole: (service.status()["members"] == [0, 1]) == whole,
                 service.output,
                 within_s=START_S,
             )
         body = {"model": "tiny", "prompt": "hello", "max_tokens": 20}
 
         def has_line() -> bool:
-            assert httpx.post(f"{service.url}/v1/completions", json=body, timeout=60).status_code == 200
+            assert service.post("/v1/completions", json=body).status_code == 200
             return '"wideep.throughput"' in service.output()
 
         wait_until(has_line, service.output, within_s=60)
-        httpx.get(f"{service.url}/metrics")
+        service.get("/metrics")
         service.processes[0].send_signal(signal.SIGTERM)
         assert service.wait_ended() == [0]
         said = [json.loads(line) for line in service.output().splitlines()]
@@ -345,7 +340,7 @@ def test_ctrl_c_ends_every_process_with_status_0(model: Path, tmp_path: Path) ->
 def is_leaving(service: RealService) -> bool:
     """Return whether /health is 503. On a busy machine, the stream and the service may end before the first look."""
     try:
-        return httpx.get(f"{service.url}/health", timeout=60).status_code == 503
+        return service.get("/health").status_code == 503
     except httpx.ConnectError:
         return True
 
