@@ -40,10 +40,15 @@ class Detokenizer:
         self._pending: list[int] = []  # tokens without emitted text
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Add tokens; return the text that is now complete."""
-        self._pending.extend(token_ids)
-        if not self._pending:
-            return ""
+        """Add tokens; return the text that is now complete.
+
+        One token after the other: over invalid UTF-8 the number of U+FFFD would depend on the tokens per step, which drafts
+        and moves to other ranks change.
+        """
+        return "".join(map(self._push, token_ids))
+
+    def _push(self, token_id: int) -> str:
+        self._pending.append(token_id)
         text = self._decode(self._shown + self._pending)
         if not text.endswith(REPLACEMENT):
             return self._show(text)

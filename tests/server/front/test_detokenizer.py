@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
@@ -101,6 +101,25 @@ def test_bytes_that_are_no_text_are_shown_as_replacements_and_held_only_briefly(
     shown += detokenizer.flush()
     whole = raw.decode(errors="replace")
     assert [char for char in shown if char != REPLACEMENT] == [char for char in whole if char != REPLACEMENT]
+
+
+@given(
+    st.lists(
+        st.sampled_from([b"a", b"\x80", b"\x9f\x80", b"\xe2", b"\xe2\x82", b"\xf0\x9f", b"\xac"]), max_size=24
+    ),
+    st.lists(st.integers(1, 5), min_size=1, max_size=5),
+)
+@example(chunks=[b"\xe2\x82\xac", b"\xf0\x9f", b"\xac", b"\x9f\x80", b"\xac\xe2"], sizes=[5])
+def test_the_text_does_not_depend_on_the_tokens_per_step(chunks: list[bytes], sizes: list[int]) -> None:
+    """Drafts and moves to other ranks change them. With bytes that are no text, the replacements stay the same."""
+    steps, at = list[range](), 0
+    while at < len(chunks):
+        steps.append(range(len(chunks))[at : at + sizes[len(steps) % len(sizes)]])
+        at += len(steps[-1])
+    one_by_one = [[each] for each in range(len(chunks))]
+    decoder = ChunkDecoder(chunks)
+    texts = ["".join(pieces_of(Detokenizer(decoder, []), each)) for each in (steps, one_by_one)]
+    assert texts[0] == texts[1]
 
 
 def test_a_character_appears_with_its_last_byte() -> None:
