@@ -13,7 +13,7 @@ import pytest
 
 from server.cli import main
 from tests.server import test_faults
-from tests.server.test_faults import kill, status
+from tests.server.test_faults import kill
 from tests.server.test_moves_between_ranks import metric, wait_until_nothing_is_open
 from tests.support.requests.timed_streams import stream_all
 from tests.support.service.real_service import START_S, RealService, write_tiny_model
@@ -61,7 +61,7 @@ def whole(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     if "service" in request.fixturenames:
         service: RealService = request.getfixturevalue("service")
-        wait_until(lambda: status(service)["members"] == [0, 1], service.output, within_s=START_S)
+        wait_until(lambda: service.status()["members"] == [0, 1], service.output, within_s=START_S)
         for rank in (0, 1):
             drain(service, rank, undo=True)
         wait_until_nothing_is_open(service)
@@ -133,8 +133,8 @@ def test_a_rank_that_is_killed_during_a_drain_costs_no_answer(
 
     streams = stream_all(service.url, bodies(), pieces=PIECES, then=drain_and_kill)
     assert [each.said for each in streams] == expected
-    wait_until(lambda: status(service)["members"] == [0, 1], service.output, within_s=START_S)
-    assert bool(status(service)["draining"]) != is_source, "a lost rank is not draining any more"
+    wait_until(lambda: service.status()["members"] == [0, 1], service.output, within_s=START_S)
+    assert bool(service.status()["draining"]) != is_source, "a lost rank is not draining any more"
 
 
 def test_clients_that_leave_during_a_drain_free_both_ranks_within_a_second(service: RealService) -> None:
@@ -180,5 +180,5 @@ def test_a_drained_rank_serves_its_experts_and_its_death_is_an_ordinary_loss(
     drain(service, 1)
     assert [each.said for each in stream_all(service.url, bodies())] == expected
     os.kill(service.engines()[1], signal.SIGKILL)
-    wait_until(lambda: status(service)["members"] == [0], service.output)
+    wait_until(lambda: service.status()["members"] == [0], service.output)
     assert [each.said for each in stream_all(service.url, bodies())] == expected

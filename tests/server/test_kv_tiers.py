@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.requests.timed_streams import stream_all
 from tests.support.service.real_service import RealService, write_tiny_model
 from tests.support.service.service_processes import has_ended, wait_until
 
@@ -128,3 +129,24 @@ def test_the_directory_of_another_model_is_refused_and_left_alone(
         assert service.wait_ended() != [0]
         assert "holds the KV blocks of another model, checkpoint or cache layout" in service.output()
     assert (tmp_path / "kv" / "blocks.kv").read_bytes() == before
+
+
+def test_a_drained_rank_hands_its_streams_on_and_their_blocks_come_from_host_memory(
+    model: Path, tmp_path: Path
+) -> None:
+    bodies = [
+        {"model": "tiny", "prompt": prompt, "max_tokens": 150, "temperature": 0, "ignore_eos": True}
+        for prompt in PROMPTS
+    ]
+    with running(model, tmp_path / "output.txt", "--kv-offloading-size=64M") as service:
+        expected = [stream.said for stream in stream_all(service.url, bodies)]
+        httpx.post(f"{service.url}/flush_cache", timeout=30).raise_for_status()
+        before = figure(service, "vllm:kv_offload_load_bytes_total")
+
+        def drain() -> None:
+            httpx.post(f"{service.url}/ranks/drain", json={"rank": 0}, timeout=60).raise_for_status()
+
+        streams = stream_all(service.url, bodies, pieces=5, then=drain)
+        assert [stream.said for stream in streams] == expected
+        assert figure(service, "wideep:request_moves_total") > 0, "no stream moved"
+        assert figure(service, "vllm:kv_offload_load_bytes_total") > before
