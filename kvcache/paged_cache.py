@@ -4,8 +4,9 @@
 its inputs; the attention module reads the pages. A block holds `block_tokens` tokens of one layer, contiguously, so that
 it can be exported as bytes. Keys are stored transposed, [head, dim, token], so that a block is a panel of
 `attention.cpu_tiles`; values are [head, token, dim]. Multi-head latent attention only stores its latents: [token,
-kv_lora_rank + qk_rope_head_dim rounded up to 16] (DeepSeek-V2, 2024). Recurrent layers keep a state per sequence, in
-slots: see `kvcache.states`. Paging follows PagedAttention (Kwon et al., 2023). `kvcache.blocks` assigns the blocks.
+kv_lora_rank + qk_rope_head_dim rounded up to 16] (DeepSeek-V2, 2024). Numbers are float32, or codes of eight bits with
+scales (`kvcache.codes`). Recurrent layers keep a state per sequence, in slots: see `kvcache.states`. Paging follows
+PagedAttention (Kwon et al., 2023). `kvcache.blocks` assigns the blocks.
 
 Legend: N blocks, B tokens of a block (16), G KV heads, D key dim, V value dim rounded up to 16, W width of a latent's
 row, T tokens, Z state slots.
@@ -20,9 +21,9 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from kvcache import codes
+from kvcache.codes import BLOCK_TOKENS, LATENT_SCALES_BYTES, SCALE_BYTES
 from kvcache.step import Step
-
-BLOCK_TOKENS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,9 @@ class LayerShape:
     chunk: int = 0
     source: int | None = None  # earlier layer with the keys and values to attend to; None uses its own
     index_dim: int = 0  # dim of a sparse index's key per token; 0: no index
+    has_pools: bool = False  # the index is over pools of tokens: `index_dim` includes the keys of pools
     state: StateShape | None = None
+    codes: torch.dtype | None = None  # int8 or float8_e4m3fn with scales; None stores numbers as computed
 
     @property
     def padded_key_dim(self) -> int:
@@ -64,14 +67,34 @@ class LayerShape:
         return -(-self.value_dim // 16) * 16
 
     @property
-    def token_bytes(self) -> int:
-        """Bytes per token, float32."""
-        return (self.num_kv_heads * (self.padded_key_dim + self.padded_value_dim) + self.index_dim) * 4
+    def index_codes(self) -> torch.dtype | None:
+        """Format of the index, as `codes`. The keys of pools are made from numbers that are not rounded."""
+        return None if self.has_pools else self.codes
 
     @property
-    def token_numbers(self) -> int:
-        """Numbers per token, as stored on a GPU: without the CPU kernels' padding."""
-        return self.num_kv_heads * (self.key_dim + self.value_dim) + self.index_dim
+    def token_bytes(self) -> int:
+        """Bytes per token on a CPU, scales included."""
+        numbers = self.num_kv_heads * (self.padded_key_dim + self.padded_value_dim)
+        own, index = 4 * numbers, 4 * self.index_dim
+        if self.codes is not None:
+            scales = LATENT_SCALES_BYTES if self.latent else 2 * SCALE_BYTES
+            own = numbers + self.num_kv_heads * scales
+        if self.index_codes is not None and self.index_dim:
+            index = self.index_dim + SCALE_BYTES
+        return own + index
+
+    def device_token_bytes(self, number_bytes: int) -> int:
+        """Return the bytes per token on a GPU: without the CPU kernels' padding, codes with one scale per head and part.
+
+        `number_bytes`: size of a number that is not a code.
+        """
+        numbers = self.num_kv_heads * (self.key_dim + self.value_dim)
+        if self.codes is None:
+            return (numbers + self.index_dim) * number_bytes
+        index = self.index_dim * number_bytes
+        if self.index_codes is not None and self.index_dim:
+            index = self.index_dim + SCALE_BYTES
+        return numbers + self.num_kv_heads * 2 * SCALE_BYTES + index
 
 
 @njit(nogil=True, cache=True)
@@ -111,9 +134,11 @@ def _write_index(key_TD, slots, count, pages_NDB):  # type: ignore[no-untyped-de
             pages_NDB[block, dim, offset] = key_TD[row, dim]
 
 
-def _lazy_zeros(*shape: int) -> Tensor:
+def _lazy_zeros(*shape: int, codes: torch.dtype | None = None) -> Tensor:
     """Return zeros that use memory only when written; torch.zeros would touch every page at once."""
-    return torch.from_numpy(np.zeros(shape, dtype=np.float32))
+    if codes is None:
+        return torch.from_numpy(np.zeros(shape, dtype=np.float32))
+    return torch.from_numpy(np.zeros(shape, dtype=np.uint8)).view(codes)
 
 
 class PagedCache:
@@ -127,6 +152,7 @@ class PagedCache:
         self.shapes = shapes
         self.num_blocks = num_blocks
         self.step: Step | None = None
+        # With codes, keys, latents and indexes are longer by their scales (`kvcache.codes`).
         self.keys: list[Tensor] = []  # [N, G, D, B], or [N, B, W] for latents
         self.values: list[Tensor] = []  # [N, G, B, V]
         self.indexes: list[Tensor] = []  # [N, D, B]: keys of a sparse index
@@ -134,16 +160,24 @@ class PagedCache:
         self.states: list[Tensor] = []  # [Z, ...]
         for shape in shapes:
             state = shape.state or StateShape()
-            self.indexes.append(_lazy_zeros(num_blocks, shape.index_dim, BLOCK_TOKENS))
+            kind, index_kind = shape.codes, shape.index_codes
+            is_even = shape.key_dim % 2 == shape.index_dim % 2 == 0
+            assert kind is None or is_even, "kernels that read codes take two dims at a time"
+            index_rows = shape.index_dim
+            index_rows += codes.INDEX_SCALE_ROWS if index_kind is not None and index_rows else 0
+            self.indexes.append(_lazy_zeros(num_blocks, index_rows, BLOCK_TOKENS, codes=index_kind))
             self.tails.append(_lazy_zeros(num_states, *state.tail))
             self.states.append(_lazy_zeros(num_states, *state.recurrent))
             if shape.latent:
-                self.keys.append(_lazy_zeros(num_blocks, BLOCK_TOKENS, shape.padded_key_dim))
+                width = shape.padded_key_dim + (0 if kind is None else LATENT_SCALES_BYTES)
+                self.keys.append(_lazy_zeros(num_blocks, BLOCK_TOKENS, width, codes=kind))
                 self.values.append(torch.empty(0))
                 continue
-            self.keys.append(_lazy_zeros(num_blocks, shape.num_kv_heads, shape.key_dim, BLOCK_TOKENS))
+            heads, key_rows = shape.num_kv_heads, shape.key_dim
+            key_rows += 0 if kind is None else codes.SCALE_ROWS
+            self.keys.append(_lazy_zeros(num_blocks, heads, key_rows, BLOCK_TOKENS, codes=kind))
             self.values.append(
-                _lazy_zeros(num_blocks, shape.num_kv_heads, BLOCK_TOKENS, shape.padded_value_dim)
+                _lazy_zeros(num_blocks, heads, BLOCK_TOKENS, shape.padded_value_dim, codes=kind)
             )
 
     def update(
@@ -161,16 +195,24 @@ class PagedCache:
         """
         step = self.step
         assert step is not None, "a step must be set before the model runs"
-        slots_T, count = step.cache_slot_T, step.num_tokens
+        slots_T, count, kind = step.cache_slot_T.numpy(), step.num_tokens, self.shapes[layer].codes
+        keys, values = self.keys[layer], self.values[layer]
         if self.shapes[layer].latent:
             latent_TR, rotary_TE = (rows[0, 0].contiguous().numpy() for rows in (key, value))
-            _write_latents(latent_TR, rotary_TE, slots_T.numpy(), count, self.keys[layer].numpy())
+            if kind is None:
+                _write_latents(latent_TR, rotary_TE, slots_T, count, keys.numpy())
+            else:
+                pages = codes.bytes_of(keys), codes.scales_of(keys)
+                codes.write_latents(latent_TR, rotary_TE, slots_T, count, kind is codes.E4M3, *pages)
+            return key, value
+        # Modules project token by token, so this transposes back to the contiguous layout. All families then need
+        # one layout and one compiled kernel.
+        key_TGD, value_TGV = (rows[0].transpose(0, 1).contiguous().numpy() for rows in (key, value))
+        if kind is None:
+            _write_heads(key_TGD, value_TGV, slots_T, count, keys.numpy(), values.numpy())
         else:
-            # Modules project token by token, so this transposes back to the contiguous layout. All families then need
-            # one layout and one compiled kernel.
-            key_TGD, value_TGV = (rows[0].transpose(0, 1).contiguous().numpy() for rows in (key, value))
-            pages = self.keys[layer].numpy(), self.values[layer].numpy()
-            _write_heads(key_TGD, value_TGV, slots_T.numpy(), count, *pages)
+            pages = codes.bytes_of(keys), codes.bytes_of(values), codes.scales_of(keys)
+            codes.write_heads(key_TGD, value_TGV, slots_T, count, kind is codes.E4M3, *pages)
         return key, value
 
     def update_indexer(self, key: Tensor, layer: int, *, more: int = 0) -> Tensor:
@@ -180,17 +222,22 @@ class PagedCache:
         """
         step = self.step
         assert step is not None, "a step must be set before the model runs"
-        key_TD, pages = key[0].contiguous().numpy(), self.indexes[layer].numpy()
-        _write_index(key_TD, step.cache_slot_T.numpy(), step.num_tokens, pages)
+        key_TD, pages, kind = key[0].contiguous().numpy(), self.indexes[layer], self.shapes[layer].index_codes
+        slots_T, count = step.cache_slot_T.numpy(), step.num_tokens
+        if kind is None:
+            _write_index(key_TD, slots_T, count, pages.numpy())
+        else:
+            views = codes.bytes_of(pages), codes.scales_of(pages)
+            codes.write_index(key_TD, slots_T, count, kind is codes.E4M3, *views)
         return key
 
     def parts(self, layer: int) -> list[Tensor]:
-        """Return what a layer keeps per block: tensors [N, ...], contiguous. Some may be empty."""
+        """Return the parts of a layer's blocks, scales included: tensors [N, ...], contiguous. Some may be empty."""
         values = [] if self.shapes[layer].latent else [self.values[layer]]
         return [self.keys[layer], *values, self.indexes[layer]]
 
     def block_bytes(self, layer: int, block: int) -> bytes:
-        """Return one block of one layer as contiguous bytes: keys, values, index keys."""
+        """Return one block of one layer as contiguous bytes: its share of every part."""
         blocks = (part[block].cpu().view(-1).view(torch.uint8) for part in self.parts(layer) if part.numel())
         return b"".join(block.numpy().tobytes() for block in blocks)
 

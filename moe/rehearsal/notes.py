@@ -60,6 +60,7 @@ class Notes:
         self.tails: dict[int, tuple[int, int]] = {}  # rows that convolutions keep: see `StateShape`
         self.states: dict[int, Tensor] = {}  # recurrent state of one sequence, on meta
         self.indexed: dict[int, int] = {}  # dims of index keys
+        self.pooled: set[int] = set()  # layers with an index over pools
         self._chosen: list[Tensor] = []  # outputs of indexes
         self._asked: set[int] = set()  # layers that use a state
         self._to_convolve: dict[int, Tensor] = {}
@@ -137,6 +138,8 @@ class Notes:
         if layer in self.indexed or key.dim() != 3:
             raise UnsupportedModelError(f"{self.model_type}: layer {layer} has an unsupported kind of index")
         self.indexed[layer] = key.shape[2] + more
+        if more:
+            self.pooled.add(layer)
         return key
 
     def choose(self, query_TID: Tensor, count: int) -> Tensor:
@@ -254,6 +257,7 @@ class Notes:
                 latent=True,
                 window=attended.window,
                 index_dim=self.indexed.get(layer, 0),
+                has_pools=layer in self.pooled,
                 state=state,
             )
         return LayerShape(

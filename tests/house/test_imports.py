@@ -137,7 +137,7 @@ ORDER = (
     ("kvcache.tiers.figures", "kvcache.tiers.jobs", "kvcache.unit"),
     ("kvcache.gpu",),
     ("kvcache.blocks", "kvcache.paged_cache"),
-    ("kvcache.prefix", "kvcache.step"),
+    ("kvcache.codes", "kvcache.prefix", "kvcache.step"),
     ("kvcache.states",),
     (
         "expert_placement.control",

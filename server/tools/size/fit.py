@@ -138,7 +138,7 @@ def heads_of(model: ReadModel) -> AttentionHeads:
 
 def token_bytes(shape: LayerShape, device: Device) -> int:
     """Return the cache bytes of one layer per token: bfloat16 on a GPU, float32 on a CPU."""
-    return shape.token_bytes if device.is_cpu else 2 * shape.token_numbers
+    return shape.token_bytes if device.is_cpu else shape.device_token_bytes(2)
 
 
 def _default_kv_bytes(
