@@ -18,18 +18,11 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from attention.cpu_tiles import (
-    LANES,
-    TILES_VERSION,
-    add_rows_times_panel_f32,
-    address_of,
-    load_f32,
-    rows_times_panel_f32,
-    scale_block,
-    softmax_block,
-)
+from attention.cpu_cached import add_values, fetch_next, kernels_of, score_rows
+from attention.cpu_tiles import LANES, address_of, load_f32, scale_block, softmax_block
 from dispatch.native import bits_of, float_of, floats, words
-from dispatch.team import Kernel, program_of, run
+from dispatch.team import program_of, run
+from kvcache.codes import key_dim_of
 from kvcache.step import Step
 
 PRODUCTS_PER_NS = 20  # approximate rate of one thread
@@ -45,7 +38,7 @@ def _first_seen(position, window, chunk):  # type: ignore[no-untyped-def]
 
 def _attend(  # type: ignore[no-untyped-def]
     tile, query, token_stride, head_stride, heads, kv_heads, key_dim, value_dim, keys, values, scale_bits, window,
-    sinks, out, tiles, num_tiles, query_starts, contexts, tables, table_stride, chunk,
+    sinks, out, tiles, num_tiles, query_starts, contexts, tables, table_stride, chunk, key_bytes, value_bytes,
 ):  # fmt: skip
     scale = float_of(scale_bits)
     if tile < 0:
@@ -77,13 +70,11 @@ def _attend(  # type: ignore[no-untyped-def]
         for row in range(rows):
             top[row] = load_f32(sinks + (kv_head * group + row % group) * 4)
             total[row] = 1.0
-    start = _first_seen(position, window, chunk) // LANES
-    for column in range(start, (position + count - 1) // LANES + 1):
+    start, last = _first_seen(position, window, chunk) // LANES, (position + count - 1) // LANES
+    for column in range(start, last + 1):
         block = words(table + column * 8, 1)[0] * kv_heads + kv_head
-        key_panel = keys + block * key_dim * LANES * 4
-        rows_times_panel_f32(
-            address_of(q), key_dim * 4, key_panel, LANES * 4, key_dim, address_of(scores), LANES * 4, rows
-        )
+        key_panel = keys + block * key_bytes
+        score_rows(address_of(q), key_dim, key_panel, address_of(scores), rows)
         for row in range(rows):
             here = position + row // group
             low = _first_seen(here, window, chunk) - column * LANES
@@ -96,12 +87,13 @@ def _attend(  # type: ignore[no-untyped-def]
                     scale_block(address_of(sums) + (row * value_lanes + lane) * 4, shrink)
                 top[row] = seen
             total[row] += weight
-        value_panel = values + block * LANES * value_lanes * 4
-        for lane in range(0, value_lanes, LANES):
-            add_rows_times_panel_f32(
-                address_of(scores), LANES * 4, value_panel + lane * 4, value_lanes * 4, LANES,
-                address_of(sums) + lane * 4, value_lanes * 4, rows,
-            )  # fmt: skip
+        if column < last:
+            following = words(table + (column + 1) * 8, 1)[0] * kv_heads + kv_head
+            fetch_next(keys + following * key_bytes, key_bytes, values + following * value_bytes, value_bytes)
+        value_scales = key_panel + key_bytes - LANES * 4
+        add_values(
+            address_of(scores), values + block * value_bytes, value_lanes, value_scales, address_of(sums), rows
+        )  # fmt: skip
     for row in range(rows):
         token = starts[0] + first + row // group
         to = floats(out + ((token * heads) + kv_head * group + row % group) * value_dim * 4, value_dim)
@@ -110,8 +102,8 @@ def _attend(  # type: ignore[no-untyped-def]
     return 0
 
 
-ATTEND = Kernel(_attend, TILES_VERSION)
-TILES, NUM_TILES = ATTEND.place("tiles"), ATTEND.place("num_tiles")
+ATTEND = kernels_of(_attend)
+TILES, NUM_TILES = (ATTEND[torch.float32].place(name) for name in ("tiles", "num_tiles"))
 
 
 def tile_tokens(heads: int, kv_heads: int) -> int:
@@ -147,12 +139,13 @@ def attention_row(
         value_dim: Values per head in `out`, at most V. sinks: address of [H] float32, or 0 without sinks.
         out: Address of [T, H, value_dim] float32. Rows of padding are not written.
     """
-    _, kv_heads, key_dim, _ = keys_NGDB.shape
+    kv_heads, key_dim = keys_NGDB.shape[1], key_dim_of(keys_NGDB)
+    key_bytes, value_bytes = (pages.stride(1) * pages.element_size() for pages in (keys_NGDB, values_NGBV))
     tiles, table = step.tiles(tile_tokens(heads, kv_heads)), step.block_table_SM
-    return ATTEND.row(
+    return ATTEND[keys_NGDB.dtype].row(
         *queries, heads, kv_heads, key_dim, value_dim, keys_NGDB.data_ptr(), values_NGBV.data_ptr(), bits_of(scale),
         window, sinks, out, tiles.ctypes.data, len(tiles), step.query_start_S.data_ptr(), step.context_S.data_ptr(),
-        table.data_ptr(), table.stride(0) * 8, chunk,
+        table.data_ptr(), table.stride(0) * 8, chunk, key_bytes, value_bytes,
     )  # fmt: skip
 
 
@@ -171,7 +164,8 @@ def paged_attention(
 
     Args:
         query_HTD: [H, T, D] float32, last dim contiguous. The rows that `step` describes come first.
-        keys_NGDB: [N, G, D, 16] float32 pages. values_NGBV: [N, G, 16, V], V a multiple of 16.
+        keys_NGDB: [N, G, D, 16] float32 pages, or codes with scales (`kvcache.codes`). values_NGBV: [N, G, 16, V] of the
+            same type, V a multiple of 16.
         step: Rows, contexts and block tables. The pages already hold the step's own tokens.
         scale: Factor on the scores.
         window: Number of tokens that a row sees, including itself; 0 for all.

@@ -89,8 +89,8 @@ def _placed(builder: ir.IRBuilder, bits: ir.Value, shift: int, places: int) -> i
     return builder.bitcast(builder.and_(moved, _same(I32V, places)), F32V)
 
 
-def _e4m3(builder: ir.IRBuilder, codes: ir.Value) -> ir.Value:
-    """Return the values of e4m3 bytes, times 2^-120."""
+def emit_e4m3(builder: ir.IRBuilder, codes: ir.Value) -> ir.Value:
+    """Emit the values of e4m3 bytes, times 2^-120."""
     return _placed(builder, codes, 20, E4M3_PLACES)
 
 
@@ -107,7 +107,7 @@ def _scale(builder: ir.IRBuilder, coding: Coding, address: ir.Value) -> ir.Value
     if coding.scale == "e8m0":
         return _e8m0(builder, address)
     if coding.scale == "e4m3":
-        return builder.fmul(_e4m3(builder, load(builder, address, I8V)), constant(UNBIAS))
+        return builder.fmul(emit_e4m3(builder, load(builder, address, I8V)), constant(UNBIAS))
     if coding.scale == "float32":
         return load(builder, address)
     halves = load(builder, address, I16V)
@@ -145,7 +145,7 @@ def emit_decoded(
 ) -> list[ir.Value]:
     """Decode 16 bytes of codes into the weights of one or two inputs."""
     if coding.kind == "e4m3":
-        values = [_e4m3(builder, codes)]
+        values = [emit_e4m3(builder, codes)]
     elif coding.kind == "int8":
         values = [builder.sitofp(builder.sext(codes, I32V), F32V)]
     elif HAS_TABLES:
@@ -155,7 +155,7 @@ def emit_decoded(
     else:
         halves = (builder.and_(codes, _same(I8V, 15)), builder.lshr(codes, _same(I8V, 4)))
         if coding.kind == "e2m1":
-            values = [_e4m3(builder, _look_up(builder, half)) for half in halves]
+            values = [emit_e4m3(builder, _look_up(builder, half)) for half in halves]
         else:
             integers = [builder.sext(builder.sub(half, block.zero), I32V) for half in halves]
             values = [builder.sitofp(integer, F32V) for integer in integers]

@@ -1,7 +1,8 @@
 """One pass over heads between their projection and attention: norms, rotary embedding and the cache.
 
 This is a kernel of programs. A tile is one KV head with its query heads, for all rows, so no two tiles write the same
-part of a block. The row that starts a block clears the block's tail, as in `kvcache.paged_cache`.
+part of a block. The row that starts a block clears the block's tail, as in `kvcache.paged_cache`. With pages of codes it
+quantises keys and values, each head with its own scale.
 
 Legend: T rows, H query heads, G KV heads, D key dim, V value dim, E rotary dim, B tokens of a block (16).
 """
@@ -9,13 +10,15 @@ Legend: T rows, H query heads, G KV heads, D key dim, V value dim, E rotary dim,
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numba import njit
 from torch import Tensor
 
+from attention.cpu_cached import kernels_of, write_head
 from attention.cpu_norm import norm_row
-from attention.cpu_tiles import LANES, TILES_VERSION
+from attention.cpu_tiles import LANES
 from dispatch.native import bits_of, float_of, floats, words
-from dispatch.team import Kernel
+from kvcache.codes import E4M3, key_dim_of
 from kvcache.step import Step
 
 
@@ -31,7 +34,7 @@ def _rotate(x, cosine, sine, rotary):  # type: ignore[no-untyped-def]
 
 def _heads(  # type: ignore[no-untyped-def]
     tile, x, stride, heads, kv_heads, key_dim, value_dim, rows_at, cosines, sines, rotary, query_weight, key_weight,
-    eps_bits, keys, values, slots_at, query_dim,
+    eps_bits, keys, values, slots_at, query_dim, key_bytes, value_bytes, is_e4m3,
 ):  # fmt: skip
     rows, eps = words(rows_at, 1)[0], float_of(eps_bits)
     slots = words(slots_at, rows)
@@ -54,21 +57,14 @@ def _heads(  # type: ignore[no-untyped-def]
         behind_keys = heads * query_dim + kv_heads * key_dim
         value = floats(line + (behind_keys + tile * value_dim) * 4, value_dim)
         block, offset = slots[row] // LANES * kv_heads + tile, slots[row] % LANES
-        key_page = floats(keys + block * key_dim * LANES * 4, key_dim * LANES)
-        value_page = floats(values + block * value_lanes * LANES * 4, value_lanes * LANES)
-        if offset == 0:  # a block's tail is read with weight 0: its values must be finite
-            key_page[:] = np.float32(0.0)
-            value_page[:] = np.float32(0.0)
-        for dim in range(key_dim):
-            key_page[dim * LANES + offset] = key[dim]
-        for dim in range(value_dim):
-            value_page[offset * value_lanes + dim] = value[dim]
+        pages = keys + block * key_bytes, values + block * value_bytes
+        write_head(key, value, pages[0], pages[1], value_lanes, offset, is_e4m3)
     return 0
 
 
-HEADS = Kernel(_heads, TILES_VERSION)
+HEADS = kernels_of(_heads)
 # Every step writes the addresses of [T, E] float32 here, and at the same places of rows of `cpu_latents.PLACE`.
-COSINES, SINES = HEADS.place("cosines"), HEADS.place("sines")
+COSINES, SINES = (HEADS[torch.float32].place(name) for name in ("cosines", "sines"))
 
 
 class HeadNorms(NamedTuple):
@@ -88,14 +84,14 @@ def heads_row(
     Args:
         x: Address of [T, H * query_dim + G * D + G * V] float32. stride: bytes from one row to the next.
         heads: H. value_dim: V. rotary_dim: E. Each step writes the angles' addresses at COSINES and SINES.
-        pages: Pages of a layer: [N, G, D, 16] and [N, G, 16, padded V] float32.
+        pages: Pages of a layer: [N, G, D, 16] and [N, G, 16, padded V], float32 or codes with scales (`kvcache.codes`).
         step: The step with these rows.
         query_dim: Values from one query head to the next; more than D if other values lie in between. Those are not changed.
     """
     keys_NGDB, values_NGBV = pages
-    _, kv_heads, key_dim, _ = keys_NGDB.shape
-    return HEADS.row(
-        x, stride, heads, kv_heads, key_dim, value_dim, step.facts[1:].data_ptr(), 0, 0, rotary_dim, norms.query,
-        norms.key, bits_of(norms.eps), keys_NGDB.data_ptr(), values_NGBV.data_ptr(), step.cache_slot_T.data_ptr(),
-        query_dim,
+    key_bytes, value_bytes = (each.stride(1) * each.element_size() for each in pages)
+    return HEADS[keys_NGDB.dtype].row(
+        x, stride, heads, keys_NGDB.shape[1], key_dim_of(keys_NGDB), value_dim, step.facts[1:].data_ptr(), 0, 0,
+        rotary_dim, norms.query, norms.key, bits_of(norms.eps), keys_NGDB.data_ptr(), values_NGBV.data_ptr(),
+        step.cache_slot_T.data_ptr(), query_dim, key_bytes, value_bytes, int(keys_NGDB.dtype is E4M3),
     )  # fmt: skip

@@ -20,8 +20,9 @@ from numba import njit
 from torch import Tensor
 
 from attention.cpu_attention import PRODUCTS_PER_NS, Queries
+from attention.cpu_cached import kernels_of, latent_room, latent_target, read_latents, write_latent
 from attention.cpu_latent_tiles import mix_block, softmax_lanes, transpose_block
-from attention.cpu_lone_latents import LONE_KERNELS, MOST, is_lone, lone_floats, lone_rows, most_lone
+from attention.cpu_lone_latents import MOST, is_lone, lone_floats, lone_kernels, lone_rows, most_lone
 from attention.cpu_norm import norm_row
 from attention.cpu_tiles import (
     LANES,
@@ -33,8 +34,9 @@ from attention.cpu_tiles import (
     rows_times_panel_f32,
     times_panel,
 )
-from dispatch.native import bits_of, float_of, floats, words
+from dispatch.native import bits_of, float_of, floats, uint8s, words
 from dispatch.team import Kernel, program_of, run
+from kvcache.codes import E4M3, LATENT_SCALES_BYTES, is_coded
 from kvcache.step import Step
 
 TILE_TOKENS = 4  # query tokens per task: a block's latents stay in L1 from one to the next
@@ -91,7 +93,7 @@ def _absorb(  # type: ignore[no-untyped-def]
 
 def _attend(  # type: ignore[no-untyped-def]
     tile, query, width, groups, latents, row_bytes, chunk_at, query_starts, contexts, tables, table_stride,
-    scale_bits, window, out, latent_lanes, heads, most_lone,
+    scale_bits, window, out, latent_lanes, heads, most_lone, latent,
 ):  # fmt: skip
     # A tile is 16 heads of up to TILE_TOKENS tokens. It writes the weighted means of latents to `out` [R, G, 16, padded L].
     chunk = words(chunk_at, 4)
@@ -114,14 +116,15 @@ def _attend(  # type: ignore[no-untyped-def]
     weights = np.empty((LANES, LANES), np.float32)  # [head, token]
     top = np.full((count, LANES), -np.inf, np.float32)
     total = np.zeros((count, LANES), np.float32)
-    shrink = np.empty(LANES, np.float32)
+    shrink, room = np.empty(LANES, np.float32), latent_room(row_bytes)
     for row in range(count):
         floats(out + ((place + row) * groups + group) * LANES * latent_lanes * 4, LANES * latent_lanes)[:] = (
             0.0
         )
     start = max(0, position - window + 1) // LANES if window > 0 else 0
     for column in range(start, (position + count - 1) // LANES + 1):
-        page = latents + words(table + column * 8, 1)[0] * LANES * row_bytes
+        block = latents + words(table + column * 8, 1)[0] * LANES * row_bytes
+        page, page_bytes = read_latents(block, row_bytes, latent, width, room)
         for row in range(count):
             here = position + row
             low = here - window + 1 - column * LANES if window > 0 else 0
@@ -130,7 +133,7 @@ def _attend(  # type: ignore[no-untyped-def]
                 continue
             panel = query + ((place + row) * groups + group) * width * LANES * 4
             rows_times_panel_f32(
-                page, row_bytes, panel, LANES * 4, width, address_of(scores), LANES * 4, LANES
+                page, page_bytes, panel, LANES * 4, width, address_of(scores), LANES * 4, LANES
             )
             softmax_lanes(
                 address_of(scores),
@@ -143,7 +146,7 @@ def _attend(  # type: ignore[no-untyped-def]
             )
             transpose_block(scores, weights)
             mix_block(
-                address_of(weights), address_of(shrink), page, row_bytes,
+                address_of(weights), address_of(shrink), page, page_bytes,
                 out + ((place + row) * groups + group) * LANES * latent_lanes * 4, latent_lanes * 4, 0, latent_lanes, here_heads,
             )  # fmt: skip
     for row in range(count):
@@ -188,7 +191,7 @@ _ROTATED_ROWS = 8  # rows of a tile
 
 def _place(  # type: ignore[no-untyped-def]
     tile, latents, latent_stride, latent, weight, eps_bits, queries, token_bytes, cosines, sines, rotary,
-    is_interleaved, heads, unrotated, rows_at, pages, width, slots_at,
+    is_interleaved, heads, unrotated, rows_at, pages, row_bytes, slots_at, is_e4m3,
 ):  # fmt: skip
     # Tile 0 norms the latents of all rows and caches them with their rotated keys. It is a single tile because the row
     # that starts a block clears its tail. The other tiles rotate queries in place.
@@ -197,13 +200,15 @@ def _place(  # type: ignore[no-untyped-def]
         return 1 + (rows + _ROTATED_ROWS - 1) // _ROTATED_ROWS if rows > 0 else 0
     if tile == 0:
         lanes, factors, slots = np.empty(LANES, np.float32), floats(weight, latent), words(slots_at, rows)
+        room = np.empty(latent + rotary, np.float32)
         for row in range(rows):
             line = latents + row * latent_stride
             block, offset = slots[row] // LANES, slots[row] % LANES
-            page = pages + block * LANES * width * 4
+            page = pages + block * LANES * row_bytes
             if offset == 0:
-                floats(page, LANES * width)[:] = np.float32(0.0)
-            to = page + offset * width * 4
+                uint8s(page, LANES * row_bytes)[:] = 0
+            own = page + offset * row_bytes
+            to = latent_target(own, room)
             norm_row(floats(line, latent), factors, eps, latent, floats(to, latent), lanes)
             cosine, sine = (
                 floats(cosines + row * rotary * 4, rotary),
@@ -217,6 +222,7 @@ def _place(  # type: ignore[no-untyped-def]
                 is_interleaved,
                 floats(to + latent * 4, rotary),
             )
+            write_latent(to, latent, rotary, own, row_bytes, is_e4m3)
         return 0
     made = np.empty(rotary, np.float32)
     first = (tile - 1) * _ROTATED_ROWS
@@ -231,9 +237,13 @@ def _place(  # type: ignore[no-untyped-def]
     return 0
 
 
-ABSORB, ATTEND = Kernel(_absorb, TILES_VERSION), Kernel(_attend, TILES_VERSION)
-EXPAND, PLACE = Kernel(_expand, TILES_VERSION), Kernel(_place, TILES_VERSION)
-LATENT_KERNELS = ABSORB, ATTEND, EXPAND, PLACE, *LONE_KERNELS
+ABSORB, EXPAND = Kernel(_absorb, TILES_VERSION), Kernel(_expand, TILES_VERSION)
+ATTEND, PLACE = kernels_of(_attend), kernels_of(_place)
+
+
+def latent_kernels(dtype: torch.dtype) -> tuple[Kernel[...], ...]:
+    """Return the kernels for pages of this type."""
+    return ABSORB, EXPAND, ATTEND[dtype], PLACE[dtype], *lone_kernels(dtype)
 
 
 def place_row(
@@ -254,10 +264,11 @@ def place_row(
         is_interleaved: Rotate neighbours as pairs, and store the two halves apart.
     """
     weight, eps = norm
-    return PLACE.row(
+    row_bytes = pages_NBW.shape[2] * pages_NBW.element_size()
+    return PLACE[pages_NBW.dtype].row(
         latents, stride, len(weight), weight.data_ptr(), bits_of(eps), queries, token_bytes, 0, 0, rotary_dim,
-        int(is_interleaved), heads, unrotated, step.facts[1:].data_ptr(), pages_NBW.data_ptr(), pages_NBW.shape[2],
-        step.cache_slot_T.data_ptr(),
+        int(is_interleaved), heads, unrotated, step.facts[1:].data_ptr(), pages_NBW.data_ptr(), row_bytes,
+        step.cache_slot_T.data_ptr(), int(pages_NBW.dtype is E4M3),
     )  # fmt: skip
 
 
@@ -320,7 +331,7 @@ def latent_rows(
         out: Address of [T, H, padded V] float32.
         others: As in `latent_attention`.
     """
-    width, latent = latents_NBW.shape[2], weight.value.shape[2]
+    row_bytes, latent = latents_NBW.shape[2] * latents_NBW.element_size(), weight.value.shape[2]
     groups, latent_lanes = -(-heads // LANES), -(-latent // LANES) * LANES
     table = step.block_table_SM
     rows = []
@@ -328,14 +339,14 @@ def latent_rows(
         at = chunk.ctypes.data
         lone = lone_rows(
             at, rooms.query.data_ptr(), rooms.found.data_ptr(), rooms.lone.data_ptr(), latents_NBW, step, heads=heads,
-            width=latent + rotary_dim, latent_lanes=latent_lanes, scale=scale, window=window,
+            width=latent + rotary_dim, latent_dim=latent, scale=scale, window=window,
         )  # fmt: skip
         rows += [
             absorb_row(queries, heads, weight, at, rooms.query, rotary_dim),
-            ATTEND.row(
-                rooms.query.data_ptr(), latent + rotary_dim, groups, latents_NBW.data_ptr(), width * 4, at,
+            ATTEND[latents_NBW.dtype].row(
+                rooms.query.data_ptr(), latent + rotary_dim, groups, latents_NBW.data_ptr(), row_bytes, at,
                 step.query_start_S.data_ptr(), step.context_S.data_ptr(), table.data_ptr(), table.stride(0) * 8,
-                bits_of(scale), window, rooms.found.data_ptr(), latent_lanes, heads, most_lone(step),
+                bits_of(scale), window, rooms.found.data_ptr(), latent_lanes, heads, most_lone(step), latent,
             ),
             *lone,
             expand_row(rooms.found, heads, weight, at, out),
@@ -357,7 +368,8 @@ def latent_attention(
 
     Args:
         query_HTD: [H, T, U + E] float32, last dim contiguous. The rows that `step` describes come first.
-        latents_NBW: [N, 16, W] float32 pages: L latent values, E rotary values, then any finite values. W is a multiple of 16.
+        latents_NBW: [N, 16, W] float32 pages: L latent values, E rotary values, then any finite values. W is a multiple of
+            16. Or codes with scales (`kvcache.codes`).
         step: Rows, contexts and block tables. The pages already hold the step's own tokens.
         weight: The halves of `kv_b_proj`.
         rotary_dim: E.
@@ -369,6 +381,7 @@ def latent_attention(
     """
     heads, num_rows, _ = query_HTD.shape
     _, block_tokens, width = latents_NBW.shape
+    width -= LATENT_SCALES_BYTES * is_coded(latents_NBW)
     latent = weight.value.shape[2]
     if block_tokens != LANES or width % LANES or width < latent + rotary_dim:
         raise ValueError(

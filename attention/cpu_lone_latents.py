@@ -8,9 +8,11 @@ Legend: G groups of 16 heads, N blocks of a context, B tokens of a block (16), L
 """
 
 import numpy as np
+import torch
 from numba import njit
 from torch import Tensor
 
+from attention.cpu_cached import kernels_of, latent_room, read_latent_dims, read_latents
 from attention.cpu_latent_tiles import mix_block, softmax_lanes, transpose_block
 from attention.cpu_tiles import LANES, TILES_VERSION, address_of, load_f32, rows_times_panel_f32
 from dispatch.native import bits_of, copy, float_of, floats, words
@@ -43,7 +45,7 @@ def _row_of(chunk, groups, query_starts, contexts, tables, table_stride, window,
 
 def _score(  # type: ignore[no-untyped-def]
     tile, chunk_at, groups, query_starts, contexts, tables, table_stride, window, most, room, task_bytes, latents, row_bytes,
-    query, width,
+    query, width, latent,
 ):  # fmt: skip
     # A tile is the scores [B, 16 heads] of some blocks.
     chunk = words(chunk_at, 4)
@@ -61,13 +63,14 @@ def _score(  # type: ignore[no-untyped-def]
         task += 1
     if tile < 0:
         return tiles
-    panel = query + place * width * LANES * 4
+    panel, floats_of_page = query + place * width * LANES * 4, latent_room(row_bytes)
     begin = (tile - tiles) * _BLOCKS
     for block in range(begin, min(begin + _BLOCKS, blocks)):
-        page = latents + words(table + (first + block) * 8, 1)[0] * LANES * row_bytes
+        stored = latents + words(table + (first + block) * 8, 1)[0] * LANES * row_bytes
+        page, page_bytes = read_latents(stored, row_bytes, latent, width, floats_of_page)
         rows_times_panel_f32(
             page,
-            row_bytes,
+            page_bytes,
             panel,
             LANES * 4,
             width,
@@ -124,18 +127,19 @@ def _mix(  # type: ignore[no-untyped-def]
     place, table, first, blocks, _ = _row_of(
         chunk, groups, query_starts, contexts, tables, table_stride, window, task
     )
-    here_heads = min(LANES, heads - task % groups * LANES)
+    here_heads, floats_of_page = min(LANES, heads - task % groups * LANES), latent_room(row_bytes)
     sums = out + place * LANES * latent_lanes * 4
     for lane in range(LANES):
         floats(sums + (lane * latent_lanes + begin) * 4, end - begin)[:] = np.float32(0.0)
     for block in range(blocks):
-        page = latents + words(table + (first + block) * 8, 1)[0] * LANES * row_bytes
+        stored = latents + words(table + (first + block) * 8, 1)[0] * LANES * row_bytes
+        page, page_bytes = read_latent_dims(stored, row_bytes, begin, end, floats_of_page)
         weights = room + task * task_bytes + block * _BLOCK_BYTES
         mix_block(
             weights,
             weights + LANES * LANES * 4,
             page,
-            row_bytes,
+            page_bytes,
             sums,
             latent_lanes * 4,
             begin,
@@ -150,9 +154,12 @@ def _mix(  # type: ignore[no-untyped-def]
     return 0
 
 
-SCORE, WEIGH, MIX = LONE_KERNELS = (
-    Kernel(_score, TILES_VERSION), Kernel(_weigh, TILES_VERSION), Kernel(_mix, TILES_VERSION)
-)  # fmt: skip
+SCORE, WEIGH, MIX = kernels_of(_score), Kernel(_weigh, TILES_VERSION), kernels_of(_mix)
+
+
+def lone_kernels(dtype: torch.dtype) -> tuple[Kernel[...], ...]:
+    """Return the kernels for pages of this type."""
+    return SCORE[dtype], WEIGH, MIX[dtype]
 
 
 def most_lone(step: Step) -> int:
@@ -167,21 +174,23 @@ def lone_floats(max_blocks: int) -> int:
 
 def lone_rows(
     chunk: int, query: int, out: int, room: int, latents_NBW: Tensor, step: Step, *, heads: int, width: int,
-    latent_lanes: int, scale: float, window: int,
+    latent_dim: int, scale: float, window: int,
 ) -> list[list[int]]:  # fmt: skip
     """Return rows of a program for the chunks that `cpu_latents.ATTEND` skips; they do nothing for other chunks.
 
     Args:
         room: Address of [MOST, `lone_floats`] float32.
+        width: Dims of a latent and its rotary key. latent_dim: those of the latent.
         others: As in `cpu_latents.latent_rows`.
     """
-    table, latents, row_bytes = step.block_table_SM, latents_NBW.data_ptr(), latents_NBW.shape[2] * 4
+    table, latents, dtype = step.block_table_SM, latents_NBW.data_ptr(), latents_NBW.dtype
+    row_bytes, latent_lanes = latents_NBW.shape[2] * dtype.itemsize, -(-latent_dim // LANES) * LANES
     about = (
         chunk, -(-heads // LANES), step.query_start_S.data_ptr(), step.context_S.data_ptr(), table.data_ptr(),
         table.stride(0) * 8, window, most_lone(step), room, lone_floats(table.shape[1]) * 4,
     )  # fmt: skip
     return [
-        SCORE.row(*about, latents, row_bytes, query, width),
+        SCORE[dtype].row(*about, latents, row_bytes, query, width, latent_dim),
         WEIGH.row(*about, bits_of(scale)),
-        MIX.row(*about, latents, row_bytes, out, latent_lanes, heads),
+        MIX[dtype].row(*about, latents, row_bytes, out, latent_lanes, heads),
     ]

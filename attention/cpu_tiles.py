@@ -27,6 +27,7 @@ from numba.extending import intrinsic
 
 from dispatch import native
 from dispatch.native import Addressed, renamed
+from kvcache import codes
 
 LANES = 16  # output columns of a panel; also the tokens of a KV block
 
@@ -45,11 +46,10 @@ ROWS = 6  # rows of a tile: 12 accumulators of 8 floats fit AVX2's 16 registers
 # Rows of the largest tile: 12 accumulators of 16 floats fit 32 registers.
 MOST_ROWS = 12 if compiles_for("avx512f") else ROWS
 
-# Hash of all code that kernels inline, from this folder's `cpu_` files and from `native`. It is part of every kernel's name.
+# Hash of all code that kernels inline: this folder's `cpu_` files, `native` and `codes`. It is part of every kernel's name.
+_OTHERS = (Path(native.__file__), Path(codes.__file__))
 TILES_VERSION = zlib.crc32(
-    b"".join(
-        path.read_bytes() for path in (*sorted(Path(__file__).parent.glob("cpu_*.py")), Path(native.__file__))
-    )
+    b"".join(path.read_bytes() for path in (*sorted(Path(__file__).parent.glob("cpu_*.py")), *_OTHERS))
 )
 
 F32, I16, I32, I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
@@ -133,24 +133,28 @@ def emit_products(
     rows: int,
     *,
     accumulate: bool,
+    factors: ir.Value | None = None,
 ) -> None:
     """Emit `out[m, :] (+)= sum_k x[m, k] * w[k, :]`.
 
     Args:
         weights: Emits the vectors w[k, :] of step 0, 1, 2, ...; the same number for every step.
         steps: At least 1.
+        factors: Emit `out[m, :] = factors[:] * sum_k x[m, k] * w[k, :]` instead, with a sum of even and one of odd k, which
+            are added last. A step then has two vectors.
     """
     x_rows = [x.at(builder, row) for row in range(rows)]
     out_rows = [out.at(builder, row) for row in range(rows)]
-    first = [load(builder, address) if accumulate else constant(0.0) for address in out_rows]
+    chains = 1 if factors is None else 2
+    first = [load(builder, address) if accumulate else constant(0.0) for address in out_rows * chains]
     entry, loop, end = builder.block, builder.append_basic_block("loop"), builder.append_basic_block("end")
     builder.branch(loop)
     builder.position_at_end(loop)
     index = builder.phi(I64)
     index.add_incoming(ir.Constant(I64, 0), entry)
-    sums = [builder.phi(F32V) for _ in range(rows)]
-    for row in range(rows):
-        sums[row].add_incoming(first[row], entry)
+    sums = [builder.phi(F32V) for _ in first]
+    for total, value in zip(sums, first, strict=True):
+        total.add_incoming(value, entry)
     vectors, following = weights(index), list(sums)
     for ahead, vector in enumerate(vectors):
         offset = builder.add(
@@ -160,13 +164,17 @@ def emit_products(
             value = builder.load(
                 builder.inttoptr(builder.add(x_rows[row], offset), F32.as_pointer()), align=4
             )
-            following[row] = vector_call(builder, "fma", splat(builder, value), vector, following[row])
+            place = ahead % chains * rows + row
+            following[place] = vector_call(builder, "fma", splat(builder, value), vector, following[place])
     step = builder.add(index, ir.Constant(I64, 1))
     index.add_incoming(step, builder.block)
     for total, value in zip(sums, following, strict=True):
         total.add_incoming(value, builder.block)
     builder.cbranch(builder.icmp_signed("<", step, steps), loop, end)
     builder.position_at_end(end)
+    if factors is not None:
+        both = zip(following[:rows], following[rows:], strict=True)
+        following = [builder.fmul(builder.fadd(even, odd), factors) for even, odd in both]
     for value, address in zip(following, out_rows, strict=True):
         store(builder, value, address)
 

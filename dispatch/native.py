@@ -197,6 +197,12 @@ def uint16s(address: int, count: int) -> Any:
 
 
 @inlined
+def uint8s(address: int, count: int) -> Any:
+    """View `count` bytes at `address`."""
+    return carray(pointer(address), (count,), types.uint8)
+
+
+@inlined
 def aligned(num_bytes: int) -> int:
     """Round a size up to whole cache lines."""
     return (num_bytes + CACHE_LINE_BYTES - 1) // CACHE_LINE_BYTES * CACHE_LINE_BYTES

@@ -15,6 +15,7 @@ from numba import njit
 from torch import Tensor
 
 from attention.cpu_attention import PRODUCTS_PER_NS, Queries
+from attention.cpu_cached import float_bytes, kernels_of, read_latent, score_rows
 from attention.cpu_latent_tiles import mix_block, softmax_lanes, transpose_block
 from attention.cpu_latents import (
     ROWS_AT_ONCE,
@@ -25,8 +26,8 @@ from attention.cpu_latents import (
     expand_row,
     room_floats,
 )
-from attention.cpu_tiles import LANES, TILES_VERSION, address_of, rows_times_panel_f32
-from dispatch.native import bits_of, copy, float_of, floats, int32s, words
+from attention.cpu_tiles import LANES, address_of, rows_times_panel_f32
+from dispatch.native import bits_of, float_of, floats, int32s, words
 from dispatch.team import Kernel, program_of, run
 from kvcache.paged_cache import PagedCache
 from kvcache.step import Step
@@ -66,7 +67,7 @@ def largest(keys, count, wanted, counts):  # type: ignore[no-untyped-def]
 
 def _choose(  # type: ignore[no-untyped-def]
     tile, query, weight, scale_bits, heads, dim, keys, wanted, out, query_starts, contexts, tables, facts,
-    table_stride,
+    table_stride, panel_bytes,
 ):  # fmt: skip
     # A tile is one row: it scores all tokens up to itself, then writes the best as slots, followed by -1.
     scale = float_of(scale_bits)
@@ -89,17 +90,8 @@ def _choose(  # type: ignore[no-untyped-def]
     sums, products = np.zeros(blocks * LANES, np.float32), np.empty((heads, LANES), np.float32)
     weights = floats(weight + tile * heads * 4, heads)
     for block in range(blocks):
-        panel = keys + words(table + block * 8, 1)[0] * dim * LANES * 4
-        rows_times_panel_f32(
-            query + tile * heads * dim * 4,
-            dim * 4,
-            panel,
-            LANES * 4,
-            dim,
-            address_of(products),
-            LANES * 4,
-            heads,
-        )
+        panel = keys + words(table + block * 8, 1)[0] * panel_bytes
+        score_rows(query + tile * heads * dim * 4, dim, panel, address_of(products), heads)
         here = sums[block * LANES : (block + 1) * LANES]
         for head in range(heads):
             for lane in range(LANES):
@@ -120,7 +112,7 @@ def _choose(  # type: ignore[no-untyped-def]
 
 def _attend_chosen(  # type: ignore[no-untyped-def]
     tile, query, width, groups, latents, row_bytes, chunk_at, chosen_at, most, sinks, scale_bits, out, latent_lanes,
-    heads,
+    heads, latent,
 ):  # fmt: skip
     # A tile is 16 heads of one row. It writes the weighted means of latents to `out` [R, G, 16, padded L].
     chunk = words(chunk_at, 4)
@@ -141,23 +133,23 @@ def _attend_chosen(  # type: ignore[no-untyped-def]
         for lane in range(here_heads):
             top[lane] = floats(sinks + (group * LANES + lane) * 4, 1)[0]
             total[lane] = 1.0
-    page = np.zeros((LANES, row_bytes // 4), np.float32)
+    page_bytes = float_bytes(row_bytes)
+    room = np.zeros(LANES * page_bytes // 4 + LANES, np.float32)  # decoding may write after a row's end
     sums = out + (row * groups + group) * LANES * latent_lanes * 4
     floats(sums, LANES * latent_lanes)[:] = 0.0
     panel = query + (row * groups + group) * width * LANES * 4
     for first in range(0, count, LANES):
-        here = min(LANES, count - first)
+        here, page = min(LANES, count - first), address_of(room)
         for token in range(here):
-            copy(address_of(page[token]), latents + chosen[first + token] * row_bytes, row_bytes)
-        rows_times_panel_f32(
-            address_of(page), row_bytes, panel, LANES * 4, width, address_of(scores), LANES * 4, LANES
-        )
+            stored = latents + chosen[first + token] * row_bytes
+            read_latent(stored, row_bytes, latent, width, page + token * page_bytes)
+        rows_times_panel_f32(page, page_bytes, panel, LANES * 4, width, address_of(scores), LANES * 4, LANES)
         softmax_lanes(
             address_of(scores), scale, 0, here, address_of(top), address_of(total), address_of(shrink)
         )
         transpose_block(scores, weights)
         mix_block(
-            address_of(weights), address_of(shrink), address_of(page), row_bytes, sums, latent_lanes * 4, 0, latent_lanes,
+            address_of(weights), address_of(shrink), page, page_bytes, sums, latent_lanes * 4, 0, latent_lanes,
             here_heads,
         )  # fmt: skip
     for lane in range(here_heads):
@@ -167,8 +159,12 @@ def _attend_chosen(  # type: ignore[no-untyped-def]
     return 0
 
 
-CHOOSE_TOKENS, ATTEND_CHOSEN = Kernel(_choose, TILES_VERSION), Kernel(_attend_chosen, TILES_VERSION)
-SPARSE_KERNELS = CHOOSE_TOKENS, ATTEND_CHOSEN
+CHOOSE_TOKENS, ATTEND_CHOSEN = kernels_of(_choose), kernels_of(_attend_chosen)
+
+
+def sparse_kernels(latents: torch.dtype, index: torch.dtype) -> tuple[Kernel[...], ...]:
+    """Return the kernels for latents and index keys of these types."""
+    return CHOOSE_TOKENS[index], ATTEND_CHOSEN[latents]
 
 
 def choose_tokens(
@@ -178,7 +174,8 @@ def choose_tokens(
 
     Args:
         query_TID: [T, I, D], weight_TI: [T, I]. The rows that `step` describes come first.
-        keys_NDB: [N, D, 16] float32 pages of index keys. They already hold the step's own keys.
+        keys_NDB: [N, D, 16] float32 pages of index keys, or codes with scales (`kvcache.codes`). They already hold the step's
+            own keys.
         scale: Factor on products, before their positive part is taken.
         count: K.
 
@@ -188,10 +185,10 @@ def choose_tokens(
     rows, heads, dim = query_TID.shape
     query, weight = query_TID.float().contiguous(), weight_TI.float().contiguous()
     chosen_TK = torch.full((rows, count), -1, dtype=torch.int32)
-    row = CHOOSE_TOKENS.row(
+    row = CHOOSE_TOKENS[keys_NDB.dtype].row(
         query.data_ptr(), weight.data_ptr(), bits_of(scale), heads, dim, keys_NDB.data_ptr(), count, chosen_TK.data_ptr(),
         step.query_start_S.data_ptr(), step.context_S.data_ptr(), step.block_table_SM.data_ptr(),
-        step.facts[1:].data_ptr(), step.block_table_SM.stride(0) * 8,
+        step.facts[1:].data_ptr(), step.block_table_SM.stride(0) * 8, keys_NDB.stride(0) * keys_NDB.element_size(),
     )  # fmt: skip
     run(program_of([row]), step.team, step.num_pairs * heads * dim // PRODUCTS_PER_NS)
     return chosen_TK
@@ -229,7 +226,7 @@ def chosen_attention(
         [T, H, V] float32, new; padded rows are zero.
     """
     heads, num_rows, _ = query_HTD.shape
-    width, latent = latents_NBW.shape[2], weight.value.shape[2]
+    row_bytes, latent = latents_NBW.shape[2] * latents_NBW.element_size(), weight.value.shape[2]
     groups, latent_lanes = -(-heads // LANES), -(-latent // LANES) * LANES
     chosen = chosen_TK.contiguous()
     out_THV = torch.zeros(num_rows, heads, weight.value.shape[1] * LANES)
@@ -243,10 +240,10 @@ def chosen_attention(
         at = chunk.ctypes.data
         rows += [
             absorb_row(queries, heads, weight, at, query, rotary_dim),
-            ATTEND_CHOSEN.row(
-                query.data_ptr(), latent + rotary_dim, groups, latents_NBW.data_ptr(), width * 4, at, chosen.data_ptr(),
+            ATTEND_CHOSEN[latents_NBW.dtype].row(
+                query.data_ptr(), latent + rotary_dim, groups, latents_NBW.data_ptr(), row_bytes, at, chosen.data_ptr(),
                 chosen.shape[1], 0 if sinks_H is None else sinks_H.data_ptr(), bits_of(scale), found.data_ptr(),
-                latent_lanes, heads,
+                latent_lanes, heads, latent,
             ),
             expand_row(found, heads, weight, at, out_THV.data_ptr()),
         ]  # fmt: skip

@@ -8,6 +8,7 @@ experts are tried too, bit for bit against those without.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -101,7 +102,9 @@ def _any_experts(net: nn.Module) -> Iterator[None]:
 
 
 def _cache(step: Step, shapes: Sequence[LayerShape]) -> PagedCache:
-    cache = PagedCache(list(shapes), 2 * (_DECODE_POSITION // BLOCK_TOKENS + 1))
+    """Return pages for the trials. They have no codes: those of nearly equal numbers may differ by a whole step."""
+    plain = [replace(shape, codes=None) for shape in shapes]
+    cache = PagedCache(plain, 2 * (_DECODE_POSITION // BLOCK_TOKENS + 1))
     cache.step = step
     return cache
 

@@ -12,16 +12,17 @@ from transformers import PreTrainedModel
 from attention import latents
 from attention import organ as attention_organ
 from attention.cpu_attention import ATTEND
-from attention.cpu_latents import LATENT_KERNELS, AbsorbedWeight
+from attention.cpu_heads import HEADS
+from attention.cpu_latents import AbsorbedWeight, latent_kernels
 from attention.cpu_norm import rms_norm
 from attention.cpu_tiles import LANES
 from attention.recurrences.cpu import RECURRENCES
 from attention.recurrences.cpu_kernels import KERNELS as RECURRENCE_KERNELS
 from attention.sparse import pools as pooled_index
-from attention.sparse.cpu import SPARSE_KERNELS, choose_from_pages
+from attention.sparse.cpu import choose_from_pages, sparse_kernels
 from attention.sparse.cpu_pools import POOL_KERNELS, choose_pools
 from dispatch.passes import PASSES
-from dispatch.team import Team, program_of, run_alone
+from dispatch.team import Kernel, Team, program_of, run_alone
 from kvcache.paged_cache import BLOCK_TOKENS, LayerShape, PagedCache
 from kvcache.step import Span, Step
 from moe.adopt.adopt import SampleRows, adopt
@@ -149,14 +150,18 @@ def compile_kernels(model: LoadedModel, served: PagedCache, report: Callable[[in
     Otherwise a rank would wait in a collective for another rank's compiler. Compiled kernels are cached on disk: the first
     start on a machine takes some seconds, later ones milliseconds.
     """
-    kernels = (
+    plain = torch.float32
+    dtype = next((shape.codes for shape in served.shapes if shape.codes is not None), plain)
+    indexes = {shape.index_codes or plain for shape in served.shapes if shape.index_dim}
+    kernels: tuple[Kernel[...], ...] = (
         LINEAR,
         GROUPED,
         GATHER,
         QUANTISE,
-        ATTEND,
-        *(LATENT_KERNELS if any(shape.latent for shape in served.shapes) else ()),
-        *(SPARSE_KERNELS if any(shape.index_dim for shape in served.shapes) else ()),
+        ATTEND[dtype],
+        HEADS[dtype],
+        *(latent_kernels(dtype) if any(shape.latent for shape in served.shapes) else ()),
+        *(kernel for index in indexes for kernel in sparse_kernels(dtype, index)),
         *(POOL_KERNELS if pooled_index.modules(model.net) else ()),
         *(RECURRENCE_KERNELS if any(shape.state for shape in served.shapes) else ()),
         *((CHOOSE, *PASSES) if any(exchange_of(layer) for layer in model.layers) else ()),

@@ -47,12 +47,12 @@ class Places(NamedTuple):
     attention: np.ndarray  # take the step's tiles
 
     @classmethod
-    def of(cls, program: Program) -> "Places":
-        """Find them by their kernels, before anything was written into them."""
+    def of(cls, program: Program, dtype: torch.dtype) -> "Places":
+        """Find them by their kernels, before anything was written into them. The layer has pages of this type."""
         kernel = program[:, 0]
         is_norm = (kernel == NORM.address) & (program[:, NORMED] == 0)
-        is_heads = (kernel == HEADS.address) | (kernel == PLACE.address)
-        return cls(*map(np.flatnonzero, (is_norm, is_heads, kernel == ATTEND.address)))
+        is_heads = (kernel == HEADS[dtype].address) | (kernel == PLACE[dtype].address)
+        return cls(*map(np.flatnonzero, (is_norm, is_heads, kernel == ATTEND[dtype].address)))
 
 
 class _Programs(NamedTuple):
@@ -251,9 +251,9 @@ class LayerProgram:
         shared = [] if parts.mlp is None else self._mlp(parts.mlp, normed, shared_out)
         of_all = {"shared": shared_out.data_ptr()} if router is not None and parts.mlp is not None else {}
         after = [*shared, add_row(shared_out.data_ptr(), sums.data_ptr(), D, facts, **of_all)]
-        before = program_of(rows)
+        before, dtype = program_of(rows), pages.keys[attention.layer].dtype
         return _Programs(
-            pages, rotary_dim, before, Places.of(before), shared, program_of(after), Chosen(normed, ids, weights),
+            pages, rotary_dim, before, Places.of(before, dtype), shared, program_of(after), Chosen(normed, ids, weights),
             sums.data_ptr(), shared_out.data_ptr() if shared else 0,
         )  # fmt: skip
 
@@ -272,7 +272,7 @@ class LayerProgram:
         if query_norm is not None and key_norm is not None:
             head_norms = HeadNorms(query_norm.weight.data_ptr(), key_norm.weight.data_ptr(), query_norm.eps)
         rows = self._linear(attention.qkv, room("normed", self.parts.hidden), qkv, attention.qkv_bias)
-        query_dim = keys.shape[2] * (1 + attention.has_gate)
+        query_dim = shape.key_dim * (1 + attention.has_gate)
         rows += [
             heads_row(
                 qkv.data_ptr(), width * 4, heads, shape.value_dim, rotary_dim, head_norms, (keys, values), step,
@@ -286,7 +286,7 @@ class LayerProgram:
             ),
         ]  # fmt: skip
         if attention.has_gate:
-            gates = qkv.data_ptr() + keys.shape[2] * 4
+            gates = qkv.data_ptr() + shape.key_dim * 4
             rows.append(
                 GATE.row(
                     attended.data_ptr(), gates, width * 4, query_dim * 4, heads, shape.value_dim, self._facts

@@ -6,19 +6,24 @@ import torch
 from attention import cpu_attention, reference
 from kvcache.paged_cache import LayerShape, PagedCache
 from kvcache.step import Span, Step
+from tests.support.cached_codes import ALL, decoded, stored_bytes
 
 SHAPES = [(4, 2, 32, 32), (6, 6, 24, 16), (9, 3, 64, 64), (8, 1, 48, 32)]
 
 
 def cache_and_step(
-    spans: list[tuple[int, int]], shape: tuple[int, int, int, int], seed: int = 0
+    spans: list[tuple[int, int]],
+    shape: tuple[int, int, int, int],
+    seed: int = 0,
+    codes: torch.dtype | None = None,
 ) -> tuple[PagedCache, Step]:
     """Fill pages with every sequence's whole context, on shuffled blocks. The step covers the rows of the spans."""
     _, kv_heads, key_dim, value_dim = shape
     generator = torch.Generator().manual_seed(seed)
     blocks = [-(-(start + length) // 16) for start, length in spans]
     order = torch.randperm(sum(blocks) + 3, generator=generator).tolist()
-    cache = PagedCache([LayerShape(num_kv_heads=kv_heads, key_dim=key_dim, value_dim=value_dim)], len(order))
+    of_layer = LayerShape(num_kv_heads=kv_heads, key_dim=key_dim, value_dim=value_dim, codes=codes)
+    cache = PagedCache([of_layer], len(order))
     step = Step(max_tokens=600, max_sequences=8, max_blocks=64, block_tokens=16)
     cache.step = step
     placed = []
@@ -35,9 +40,10 @@ def cache_and_step(
 def attend(
     module: object, cache: PagedCache, step: Step, query: torch.Tensor, **options: object
 ) -> torch.Tensor:
-    """Call a `paged_attention`."""
+    """Call a `paged_attention`. The reference gets decoded pages."""
     function = module.paged_attention  # type: ignore[attr-defined]
-    result: torch.Tensor = function(query, cache.keys[0], cache.values[0], step, scale=0.2, **options)
+    pages = decoded(cache, 0) if module is reference else (cache.keys[0], cache.values[0])
+    result: torch.Tensor = function(query, *pages, step, scale=0.2, **options)
     return result
 
 
@@ -45,11 +51,12 @@ def attend(
 @pytest.mark.parametrize(
     "options", [{}, {"window": 5}, {"window": 40}, {"chunk": 5}, {"chunk": 32}, {"sinks": True}]
 )
+@pytest.mark.parametrize("codes", ALL)
 def test_kernel_equals_the_oracle_on_mixed_prefill_and_decode(
-    shape: tuple[int, int, int, int], options: dict[str, int | bool]
+    shape: tuple[int, int, int, int], options: dict[str, int | bool], codes: torch.dtype | None
 ) -> None:
     spans = [(0, 1), (37, 1), (0, 21), (16, 40), (15, 1), (100, 3)]
-    cache, step = cache_and_step(spans, shape)
+    cache, step = cache_and_step(spans, shape, codes=codes)
     query = torch.randn(shape[0], step.num_padded, shape[2], generator=torch.Generator().manual_seed(1))
     keywords: dict[str, object] = {name: options[name] for name in ("window", "chunk") if name in options}
     if "sinks" in options:
@@ -59,9 +66,12 @@ def test_kernel_equals_the_oracle_on_mixed_prefill_and_decode(
 
 
 @pytest.mark.parametrize("options", [{}, {"chunk": 40}])
-def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(options: dict[str, object]) -> None:
+@pytest.mark.parametrize("codes", ALL)
+def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(
+    options: dict[str, object], codes: torch.dtype | None
+) -> None:
     shape = (4, 2, 32, 32)
-    cache, step = cache_and_step([(0, 90), (33, 30)], shape)
+    cache, step = cache_and_step([(0, 90), (33, 30)], shape, codes=codes)
     tables = [step.block_table_SM[i].tolist() for i in range(2)]
     query = torch.randn(4, step.num_padded, 32, generator=torch.Generator().manual_seed(1))
     whole = attend(cpu_attention, cache, step, query, **options)
@@ -77,10 +87,12 @@ def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(options: dict[str, obje
                 assert torch.equal(ours[:count], whole[rows])
 
 
-def test_stale_values_of_a_reused_block_never_reach_a_new_owner() -> None:
-    cache, step = cache_and_step([(0, 16)], (2, 2, 32, 32))
+@pytest.mark.parametrize("codes", ALL)
+def test_stale_values_of_a_reused_block_never_reach_a_new_owner(codes: torch.dtype | None) -> None:
+    cache, step = cache_and_step([(0, 16)], (2, 2, 32, 32), codes=codes)
     block = int(step.block_table_SM[0, 0])
-    cache.values[0][block] = float("nan")
+    for part in stored_bytes(cache, 0):
+        part[block] = 255
     step.fill([Span(0, 1, [block])])
     rows = torch.randn(1, 2, step.num_padded, 32)
     cache.update(rows, rows, 0)

@@ -1,6 +1,6 @@
 """Absorbed latent attention on CPU against expanded latents, and the independence of its rows."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from dispatch.team import Team
 from kvcache.paged_cache import LayerShape, PagedCache
 from kvcache.step import Span, Step
 from moe.cpu.panels import pack
+from tests.support.cached_codes import ALL, plain_latents
 
 SPANS = [(0, 1), (37, 1), (0, 21), (16, 40), (15, 1), (100, 3)]
 SCALE = 0.2
@@ -57,13 +58,13 @@ def absorbed(weight: Tensor, shape: Shape) -> AbsorbedWeight:
 
 
 def cache_and_step(
-    spans: list[tuple[int, int]], shape: Shape, *, team: Team | None = None
+    spans: list[tuple[int, int]], shape: Shape, *, team: Team | None = None, codes: torch.dtype | None = None
 ) -> tuple[PagedCache, Step]:
     """Fill pages with every sequence's whole context, on shuffled blocks. The step covers the rows of the spans."""
     generator = torch.Generator().manual_seed(0)
     blocks = [-(-(start + length) // 16) for start, length in spans]
     order = torch.randperm(sum(blocks) + 3, generator=generator).tolist()
-    cache = PagedCache([shape.cached], len(order))
+    cache = PagedCache([replace(shape.cached, codes=codes)], len(order))
     step = Step(max_tokens=600, max_sequences=8, max_blocks=64, block_tokens=16, team=team)
     cache.step = step
     placed = []
@@ -78,10 +79,11 @@ def cache_and_step(
 
 
 def expanded(
-    latents_NBW: Tensor, step: Step, query_HTD: Tensor, weight: Tensor, shape: Shape, window: int
+    pages: Tensor, step: Step, query_HTD: Tensor, weight: Tensor, shape: Shape, window: int
 ) -> Tensor:
     """Expand every latent of the cache to every head's key and value. The oracle."""
     L, E, U = shape.latent, shape.rotary, shape.unrotated
+    latents_NBW = plain_latents(pages, L)
     both_NBHX = (latents_NBW[..., :L] @ weight.float().T).unflatten(-1, (shape.heads, 2 * U))
     rotary_NBHE = latents_NBW[:, :, None, L : L + E].expand(-1, -1, shape.heads, -1)
     keys_NBHD = torch.cat((both_NBHX[..., :U], rotary_NBHE), dim=-1)
@@ -112,8 +114,11 @@ def attend(
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("window", [0, 5, 40])
-def test_kernels_equal_the_oracle_on_mixed_prefill_and_decode(shape: Shape, window: int) -> None:
-    cache, step = cache_and_step(SPANS, shape)
+@pytest.mark.parametrize("codes", ALL)
+def test_kernels_equal_the_oracle_on_mixed_prefill_and_decode(
+    shape: Shape, window: int, codes: torch.dtype | None
+) -> None:
+    cache, step = cache_and_step(SPANS, shape, codes=codes)
     query, weight = shape.query(step.num_padded), shape.weight()
     ours = attend(cache, step, query, weight, shape, window)
     oracle = expanded(cache.keys[0], step, query, weight, shape, window)
@@ -128,8 +133,11 @@ def test_bfloat16_weights_give_the_bits_of_the_same_in_float32() -> None:
 
 
 @pytest.mark.parametrize("chunk", [70, 1])
-def test_a_rows_bits_do_not_depend_on_the_rows_beside_it_nor_on_threads(chunk: int) -> None:
-    cache, step = cache_and_step([(0, 300), (33, 30)], SMALL, team=(team := Team(2)))
+@pytest.mark.parametrize("codes", ALL)
+def test_a_rows_bits_do_not_depend_on_the_rows_beside_it_nor_on_threads(
+    chunk: int, codes: torch.dtype | None
+) -> None:
+    cache, step = cache_and_step([(0, 300), (33, 30)], SMALL, team=(team := Team(2)), codes=codes)
     tables = [step.block_table_SM[i].tolist() for i in range(2)]
     query, weight = SMALL.query(step.num_padded), SMALL.weight()
     whole = attend(cache, step, query, weight, SMALL)
@@ -148,7 +156,10 @@ def test_a_rows_bits_do_not_depend_on_the_rows_beside_it_nor_on_threads(chunk: i
 
 @pytest.mark.parametrize("shape", [SHAPES[0], SMALL, SHAPES[3], Shape(8, 128, 64, 32)], ids=str)
 @pytest.mark.parametrize("window", [0, 1, 40])
-def test_a_team_that_shares_a_few_rows_makes_the_bits_of_one_thread(shape: Shape, window: int) -> None:
+@pytest.mark.parametrize("codes", ALL)
+def test_a_team_that_shares_a_few_rows_makes_the_bits_of_one_thread(
+    shape: Shape, window: int, codes: torch.dtype | None
+) -> None:
     team, weight, query = Team(8), shape.weight(), shape.query(16)
     for spans in (
         [(590, 1)],
@@ -157,18 +168,19 @@ def test_a_team_that_shares_a_few_rows_makes_the_bits_of_one_thread(shape: Shape
         [(300, 1), (37, 1)],
         [(200, 1), (64, 1), (3, 1), (500, 1)],
     ):
-        cache, step = cache_and_step(spans, shape, team=team)
+        cache, step = cache_and_step(spans, shape, team=team, codes=codes)
         groups = len(spans) * -(-shape.heads // 16)
-        step_of_one = cache_and_step(spans, shape)[1]
+        step_of_one = cache_and_step(spans, shape, codes=codes)[1]
         assert (most_lone(step), most_lone(step_of_one)) == (4, 0)
         shared, own = (attend(cache, each, query, weight, shape, window) for each in (step, step_of_one))
         assert torch.equal(shared, own), f"{groups} groups of heads"
 
 
-def test_stale_latents_of_a_reused_block_never_reach_a_new_owner() -> None:
-    cache, step = cache_and_step([(0, 16)], SMALL)
+@pytest.mark.parametrize("codes", ALL)
+def test_stale_latents_of_a_reused_block_never_reach_a_new_owner(codes: torch.dtype | None) -> None:
+    cache, step = cache_and_step([(0, 16)], SMALL, codes=codes)
     block = int(step.block_table_SM[0, 0])
-    cache.keys[0][block] = float("nan")
+    cache.keys[0][block].view(torch.uint8).fill_(255)  # NaN
     step.fill([Span(0, 1, [block])])
     latent, rotary = (torch.randn(1, 1, step.num_padded, dim) for dim in (SMALL.latent, SMALL.rotary))
     cache.update(latent, rotary, 0)

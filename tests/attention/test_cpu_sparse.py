@@ -14,16 +14,20 @@ from dispatch.team import Team
 from kvcache.paged_cache import LayerShape, PagedCache
 from kvcache.step import Span, Step
 from tests.attention.test_cpu_latents import SHAPES, SPANS, Shape, absorbed, cache_and_step
+from tests.support.cached_codes import ALL, plain_latents, rounded
 
 HEADS, DIM = 5, 24
 SCALE = 0.3
 
 
-def index_pages(step: Step, spans: list[tuple[int, int]], *, values: int = 0) -> tuple[Tensor, list[Tensor]]:
-    """Return pages of index keys for a filled step, and each sequence's keys [context, D]; `values` > 0 limits distinct ones."""
+def index_pages(
+    step: Step, spans: list[tuple[int, int]], *, values: int = 0, codes: torch.dtype | None = None
+) -> tuple[Tensor, list[Tensor]]:
+    """Return pages of index keys for a filled step, and each sequence's keys [context, D] as stored; `values` > 0 limits distinct ones."""
     generator = torch.Generator().manual_seed(4)
     blocks = int(step.block_table_SM.max()) + 1
-    cache = PagedCache([LayerShape(num_kv_heads=1, key_dim=16, latent=True, index_dim=DIM)], blocks)
+    shape = LayerShape(num_kv_heads=1, key_dim=16, latent=True, index_dim=DIM, codes=codes)
+    cache = PagedCache([shape], blocks)
     tables = step.block_table_SM.tolist()
     cache.step = Step(max_tokens=600, max_sequences=8, max_blocks=64, block_tokens=16)
     keys = []
@@ -31,7 +35,7 @@ def index_pages(step: Step, spans: list[tuple[int, int]], *, values: int = 0) ->
         own = torch.randn(values or start + length, DIM, generator=generator)
         if values:
             own = own[torch.randint(values, (start + length,), generator=generator)]
-        keys.append(own)
+        keys.append(rounded(own, codes))
         cache.step.fill([Span(0, start + length, table)])
         padded = torch.zeros(1, cache.step.num_padded, DIM)
         padded[0, : start + length] = own
@@ -59,12 +63,13 @@ def positions_of(chosen: Tensor, table: list[int]) -> list[int]:
 @pytest.mark.parametrize("count", [1, 7, 32, 300])
 @pytest.mark.parametrize("values", [0, 6], ids=["all different", "many equal"])
 @pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("codes", ALL)
 def test_the_best_of_a_row_s_own_tokens_are_chosen_and_of_equals_the_first(
-    count: int, values: int, threads: int
+    count: int, values: int, threads: int, codes: torch.dtype | None
 ) -> None:
     team = Team(threads) if threads > 1 else None
     _, step = cache_and_step(SPANS, SHAPES[0], team=team)
-    pages, keys = index_pages(step, SPANS, values=values)
+    pages, keys = index_pages(step, SPANS, values=values, codes=codes)
     query, weight = drawn(step.num_padded)
     chosen = choose_tokens(query, weight, pages, step, scale=SCALE, count=count)
     row = 0
@@ -95,8 +100,11 @@ def test_what_is_chosen_does_not_depend_on_the_rows_beside() -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("threads", [1, 2])
-def test_attention_to_all_tokens_gives_the_dense_one_s_bits(shape: Shape, threads: int) -> None:
-    cache, step = cache_and_step(SPANS, shape, team=Team(threads) if threads > 1 else None)
+@pytest.mark.parametrize("codes", ALL)
+def test_attention_to_all_tokens_gives_the_dense_one_s_bits(
+    shape: Shape, threads: int, codes: torch.dtype | None
+) -> None:
+    cache, step = cache_and_step(SPANS, shape, team=Team(threads) if threads > 1 else None, codes=codes)
     pages, _ = index_pages(step, SPANS)
     weight, query = absorbed(shape.weight(), shape), shape.query(step.num_padded)
     chosen = choose_tokens(*drawn(step.num_padded), pages, step, scale=SCALE, count=128)
@@ -107,8 +115,9 @@ def test_attention_to_all_tokens_gives_the_dense_one_s_bits(shape: Shape, thread
 
 @pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
 @pytest.mark.parametrize("has_sinks", [False, True])
-def test_attention_reads_chosen_tokens_only(shape: Shape, has_sinks: bool) -> None:
-    cache, step = cache_and_step(SPANS, shape)
+@pytest.mark.parametrize("codes", ALL)
+def test_attention_reads_chosen_tokens_only(shape: Shape, has_sinks: bool, codes: torch.dtype | None) -> None:
+    cache, step = cache_and_step(SPANS, shape, codes=codes)
     pages, _ = index_pages(step, SPANS)
     weight, query = shape.weight(), shape.query(step.num_padded)
     sinks = torch.randn(shape.heads) if has_sinks else None
@@ -116,7 +125,7 @@ def test_attention_reads_chosen_tokens_only(shape: Shape, has_sinks: bool) -> No
     found = chosen_attention(
         query, cache.keys[0], chosen, step, absorbed(weight, shape), rotary_dim=shape.rotary, scale=SCALE, sinks_H=sinks
     )  # fmt: skip
-    latents = cache.keys[0].flatten(0, 1).double()
+    latents = plain_latents(cache.keys[0], shape.latent).flatten(0, 1).double()
     key_HUL, value_HVL = weight.double().view(shape.heads, 2, shape.unrotated, shape.latent).unbind(1)
     for row in range(step.num_tokens):
         own = latents[chosen[row][chosen[row] >= 0].long()]

@@ -100,6 +100,7 @@ ORDER = (
         "attention.reference",
         "attention.sparse.index",
     ),
+    ("attention.cpu_cached",),
     ("attention.cpu_codes", "attention.cpu_panel_pairs", "attention.recurrences.mixers"),
     ("attention.cpu_tiles", "attention.transformers_names"),
     ("dispatch.deep_ep_shim",),

@@ -7,10 +7,12 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"
 
+import torch
+
 from attention.cpu_attention import ATTEND
-from attention.cpu_latents import LATENT_KERNELS
+from attention.cpu_latents import latent_kernels
 from attention.recurrences.cpu_kernels import KERNELS as RECURRENCE_KERNELS
-from attention.sparse.cpu import SPARSE_KERNELS
+from attention.sparse.cpu import sparse_kernels
 from attention.sparse.cpu_pools import POOL_KERNELS
 from dispatch.passes import PASSES
 from dispatch.team import Kernel
@@ -25,8 +27,8 @@ __all__ = ["assembly", "families", "preload", "serving"]
 
 del os.environ["TRITON_INTERPRET"]
 kernels: tuple[Kernel[...], ...] = (
-    LINEAR, GROUPED, GATHER, QUANTISE, ATTEND, CHOOSE,
-    *PASSES, *LATENT_KERNELS, *SPARSE_KERNELS, *POOL_KERNELS, *RECURRENCE_KERNELS,
+    LINEAR, GROUPED, GATHER, QUANTISE, ATTEND[torch.float32], CHOOSE,
+    *PASSES, *latent_kernels(torch.float32), *sparse_kernels(torch.float32, torch.float32), *POOL_KERNELS, *RECURRENCE_KERNELS,
 )  # fmt: skip
 for kernel in kernels:
     kernel.compile()
