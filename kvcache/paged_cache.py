@@ -22,8 +22,10 @@ from numba import njit
 from torch import Tensor
 
 from kvcache import codes
-from kvcache.codes import BLOCK_TOKENS, LATENT_SCALES_BYTES, SCALE_BYTES
+from kvcache.codes import LATENT_SCALES_BYTES, SCALE_BYTES
 from kvcache.step import Step
+
+BLOCK_TOKENS = codes.BLOCK_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,8 +204,8 @@ class PagedCache:
             if kind is None:
                 _write_latents(latent_TR, rotary_TE, slots_T, count, keys.numpy())
             else:
-                pages = codes.bytes_of(keys), codes.scales_of(keys)
-                codes.write_latents(latent_TR, rotary_TE, slots_T, count, kind is codes.E4M3, *pages)
+                rows = latent_TR, rotary_TE, slots_T, count, kind is codes.E4M3
+                codes.write_latents(*rows, codes.bytes_of(keys), codes.scales_of(keys))
             return key, value
         # Modules project token by token, so this transposes back to the contiguous layout. All families then need
         # one layout and one compiled kernel.
@@ -211,8 +213,8 @@ class PagedCache:
         if kind is None:
             _write_heads(key_TGD, value_TGV, slots_T, count, keys.numpy(), values.numpy())
         else:
-            pages = codes.bytes_of(keys), codes.bytes_of(values), codes.scales_of(keys)
-            codes.write_heads(key_TGD, value_TGV, slots_T, count, kind is codes.E4M3, *pages)
+            rows = key_TGD, value_TGV, slots_T, count, kind is codes.E4M3
+            codes.write_heads(*rows, codes.bytes_of(keys), codes.bytes_of(values), codes.scales_of(keys))
         return key, value
 
     def update_indexer(self, key: Tensor, layer: int, *, more: int = 0) -> Tensor:
@@ -227,8 +229,8 @@ class PagedCache:
         if kind is None:
             _write_index(key_TD, slots_T, count, pages.numpy())
         else:
-            views = codes.bytes_of(pages), codes.scales_of(pages)
-            codes.write_index(key_TD, slots_T, count, kind is codes.E4M3, *views)
+            is_e4m3 = kind is codes.E4M3
+            codes.write_index(key_TD, slots_T, count, is_e4m3, codes.bytes_of(pages), codes.scales_of(pages))
         return key
 
     def parts(self, layer: int) -> list[Tensor]:
