@@ -32,6 +32,7 @@ from attention.gpu.splits import (
     with_sink,
 )
 from attention.gpu.tiles import device_names, shape_key, tile_of
+from kvcache.gpu.write import Scales
 
 __all__ = [
     "DecodeScratch",
@@ -59,13 +60,14 @@ class DecodeTile(NamedTuple):
 
 @triton.jit(do_not_specialize=["num_sequences"])
 def attend_splits(
-    query, keys, values, context, table, sinks, splits_before, run_1, sums, tops, totals, out, num_sequences, query_stride,
+    query, keys, values, key_scales, value_scales, context, table, sinks, splits_before, run_1, sums, tops, totals, out, num_sequences, query_stride,
     table_stride, scale, factor,
     S_PAD: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr,
     D_PAD: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     SPLIT: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr, TURNS: tl.constexpr,
     MOST: tl.constexpr, FEW: tl.constexpr, FEW_FACTOR: tl.constexpr, RUN: tl.constexpr, IS_WHOLE: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
     """Take turns at (split, KV head) and store unnormalised sums [GROUP, V], maxima (base 2) and sums of weights.
 
@@ -127,7 +129,9 @@ def attend_splits(
             key_DC = tl.load(
                 keys + row[None, :] * D + dim[:, None], mask=is_seen[None, :] & (dim[:, None] < D), other=0.0
             )
-            scores = tl.dot(q, key_DC, input_precision="ieee")
+            scores = tl.dot(q, key_DC.to(q.dtype), input_precision="ieee")
+            if HAS_SCALES:
+                scores *= tl.load(key_scales + row, mask=is_seen, other=0.0)[None, :]
             if SOFT_CAP > 0:
                 scores = capped(scores * scale, SOFT_CAP)
             scores = tl.where(is_seen[None, :], scores, float("-inf"))
@@ -136,7 +140,9 @@ def attend_splits(
                 values + row[:, None] * V + value_dim[None, :],
                 mask=is_seen[:, None] & (value_dim[None, :] < V), other=0.0,
             )  # fmt: skip
-            added = tl.dot(weights.to(value_CV.dtype), value_CV, input_precision="ieee")
+            if HAS_SCALES:
+                weights *= tl.load(value_scales + row, mask=is_seen, other=0.0)[None, :]
+            added = tl.dot(weights.to(q.dtype), value_CV.to(q.dtype), input_precision="ieee")
             sum_RV = sum_RV * shrink[:, None] + added
             if RUN > 0:
                 is_end = at + TILE == split_end(split, first, tiles, count, TILE)
@@ -189,6 +195,7 @@ def paged_decode(
     scratch: DecodeScratch,
     *,
     scale: float,
+    scales: Scales | None = None,
     window: int = 0,
     chunk: int = 0,
     soft_cap: float = 0.0,
@@ -200,11 +207,11 @@ def paged_decode(
 
     Args:
         query_SHD: [S, H, D], heads contiguous; bfloat16, float16 or float32.
-        keys_NGBD, values_NGBV: Pages of the same type, contiguous. They already hold the step's own tokens.
+        keys_NGBD, values_NGBV: Pages of the same type, or of codes, contiguous. They already hold the step's own tokens.
         context_S: int64 [S], tokens of each sequence, including the query token; 0 for a padded row.
         block_table_SM: int64 [S, M], rows contiguous.
         scratch: Scratch memory for at least these sequences, heads and values.
-        scale: Factor on the scores, above 0. window: number of tokens that a row sees, including itself; 0 for all.
+        scale: Factor on the scores, above 0. scales: those of pages of codes (`kvcache.gpu.write`). window: number of tokens that a row sees, including itself; 0 for all.
         chunk: Size of the chunks, counted from the first token. Rows see only their own chunk; 0 for no chunks. Excludes a window.
         soft_cap: Bound on the scores (see `pages.capped`); 0 for none. sinks_H: [H] logits that carry no value (gpt-oss).
         out: [S, H, V] contiguous to write into; by default a new tensor.
@@ -219,7 +226,7 @@ def paged_decode(
     S, H, D = query_SHD.shape
     _, G, block, V = values_NGBV.shape
     check_heads(H, G, D, V, query_SHD.dtype)
-    check_layout(query_SHD, keys_NGBD, values_NGBV)
+    check_layout(query_SHD, keys_NGBD, values_NGBV, has_codes=scales is not None)
     tile = tile or decode_tile(query_SHD.dtype, D, V, H // G, query_SHD.device)
     check_tile(tile.tokens, block)
     programs = min(tile.programs, runs.MOST_PROGRAMS) if scratch.run else tile.programs
@@ -230,11 +237,11 @@ def paged_decode(
     if out is None:
         out = query_SHD.new_empty(S, H, V)
     attend_splits[(min(seats, G * cuts.most_parts(S)),)](
-        query_SHD, keys_NGBD, values_NGBV, context_S, block_table_SM, sinks_H, scratch.splits_before, scratch.run_1,
+        query_SHD, keys_NGBD, values_NGBV, *(scales or (None, None)), context_S, block_table_SM, sinks_H, scratch.splits_before, scratch.run_1,
         scratch.sums, scratch.tops, scratch.totals, out, S, query_SHD.stride(0), block_table_SM.stride(0), scale, factor,
         S_PAD=padded_sequences(S), GROUP=H // G, RUN=cuts.run, ROWS=max(LEAST_ROWS, triton.next_power_of_2(H // G)), KV_HEADS=G, D=D, D_PAD=triton.next_power_of_2(D), V=V,
         V_PAD=triton.next_power_of_2(V), BLOCK=block, TILE=tile.tokens, WINDOW=window, CHUNK=chunk, SOFT_CAP=soft_cap,
-        HAS_SINKS=sinks_H is not None, num_warps=tile.warps, num_stages=tile.stages, **cuts.constants(),
+        HAS_SINKS=sinks_H is not None, HAS_SCALES=scales is not None, num_warps=tile.warps, num_stages=tile.stages, **cuts.constants(),
     )  # fmt: skip
     if cuts.run:
         runs.launch_merge(scratch, cuts, sinks_H, out, factor)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from kvcache.codes import is_coded
 from kvcache.paged_cache import LayerShape
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -66,8 +67,8 @@ def check_latents(latent_dim: int, rope_dim: int, dtype: torch.dtype) -> None:
         raise ValueError(f"the rotary part of latents is {rope_dim}; the kernel supports 0 to 128")
 
 
-def check_layout(query_THD: Tensor, *pages: Tensor) -> None:
-    """Raise ValueError if a kernel would read the wrong numbers."""
+def check_layout(query_THD: Tensor, *pages: Tensor, has_codes: bool = False) -> None:
+    """Raise ValueError if a kernel would read the wrong numbers. `has_codes`: scales are given for pages of codes."""
     _, heads, dim = query_THD.shape
     if query_THD.stride(2) != 1 or (heads > 1 and query_THD.stride(1) != dim):
         raise ValueError(
@@ -75,7 +76,11 @@ def check_layout(query_THD: Tensor, *pages: Tensor) -> None:
             f"the kernels need {dim} and 1: call contiguous() on it"
         )
     for page in pages:
-        if page.dtype != query_THD.dtype:
+        if is_coded(page) != has_codes:
+            raise ValueError(
+                f"the pages are {page.dtype}; codes of eight bits need scales, other types have none"
+            )
+        if not has_codes and page.dtype != query_THD.dtype:
             raise ValueError(
                 f"the query is {query_THD.dtype} and the pages are {page.dtype}; they must have the same type"
             )

@@ -28,6 +28,7 @@ from attention.gpu.splits import (
     with_sink,
 )
 from attention.gpu.tiles import device_names, shape_key, tile_of
+from kvcache.gpu.write import Scales
 
 
 class LatentTile(NamedTuple):
@@ -43,11 +44,11 @@ class LatentTile(NamedTuple):
 
 @triton.jit(do_not_specialize=["num_sequences"])
 def attend_latent_splits(
-    query, latents, context, table, splits_before, sums, tops, totals, out, num_sequences, query_stride, table_stride, scale,
+    query, latents, latent_scales, rope_scales, context, table, splits_before, sums, tops, totals, out, num_sequences, query_stride, table_stride, scale,
     S_PAD: tl.constexpr, H: tl.constexpr, HEADS: tl.constexpr, L: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr, AT_ONCE: tl.constexpr,
     TURNS: tl.constexpr, MOST: tl.constexpr, FEW: tl.constexpr, FEW_FACTOR: tl.constexpr,
-    IS_WHOLE: tl.constexpr,
+    IS_WHOLE: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
     """Take turns at (split, tile of heads), like `decode.attend_splits`."""
     HEAD_TILES: tl.constexpr = (H + HEADS - 1) // HEADS
@@ -74,15 +75,24 @@ def attend_latent_splits(
         for tile in range(bound(tl.cdiv(stop - begin, TILE))):
             at = begin + tile * TILE
             is_seen = at + tl.arange(0, TILE) < stop
-            place = latents + rows_in(blocks, 0, 1, BLOCK, TILE) * (L + E)
+            row = rows_in(blocks, 0, 1, BLOCK, TILE)
+            place = latents + row * (L + E)
             blocks = blocks_of(own_table, at + TILE, stop, BLOCK, TILE)
             latent_CL = tl.load(place[:, None] + latent_dim[None, :], mask=is_seen[:, None], other=0.0)
             is_rope = is_seen[None, :] & (rope_dim[:, None] < E)
             rope_EC = tl.load(place[None, :] + L + rope_dim[:, None], mask=is_rope, other=0.0)
+            latent_CL = latent_CL.to(q_latent.dtype)
             scores = tl.dot(q_latent, tl.trans(latent_CL), input_precision="ieee")
-            scores += tl.dot(q_rope, rope_EC, input_precision="ieee")
+            of_rope = tl.dot(q_rope, rope_EC.to(q_latent.dtype), input_precision="ieee")
+            if HAS_SCALES:
+                latent_scale = tl.load(latent_scales + row, mask=is_seen, other=0.0)
+                scores *= latent_scale[None, :]
+                of_rope *= tl.load(rope_scales + row, mask=is_seen, other=0.0)[None, :]
+            scores += of_rope
             scores = tl.where(is_seen[None, :], scores, float("-inf"))
             weights, top, total, shrink = soften(scores, scale * LOG2_E, top, total)
+            if HAS_SCALES:
+                weights *= latent_scale[None, :]
             added = tl.dot(weights.to(latent_CL.dtype), latent_CL, input_precision="ieee")
             sum_HL = sum_HL * shrink[:, None] + added
         top *= scale * LOG2_E
@@ -100,9 +110,10 @@ def attend_latent_splits(
 
 
 def latent_tile(dtype: torch.dtype, heads: int, latent_dim: int, device: torch.device) -> LatentTile:
-    """Return the tile for latents of this shape on a device."""
+    """Return the tile for latents of this shape and type of pages on a device."""
     fallback = LatentTile()
-    if heads < 64 or dtype.itemsize > 2:  # few heads, for example split over ranks: more and smaller tiles
+    # Few heads, for example split over ranks: more and smaller tiles. Codes are decoded in registers, which 32 heads fill.
+    if heads < 64 or dtype.itemsize != 2:
         fallback = LatentTile(tokens=16, heads=16, stages=3 if dtype.itemsize == 2 else 2, programs=2)
     return tile_of("latent_decode", shape_key(dtype, H=heads, L=latent_dim), fallback, device_names(device))
 
@@ -116,6 +127,7 @@ def latent_decode(
     *,
     latent_dim: int,
     scale: float,
+    scales: Scales | None = None,
     out: Tensor | None = None,
     tile: LatentTile | None = None,
 ) -> Tensor:
@@ -123,8 +135,8 @@ def latent_decode(
 
     Args:
         query_SHC: [S, H, L + E], heads contiguous: the absorbed query, then its rotary part.
-        latents_NBC: [N, B, L + E] pages of the same type, contiguous.
-        context_S, block_table_SM, scratch, scale, out: As in `decode.paged_decode`, with L for V.
+        latents_NBC: [N, B, L + E] pages of the same type, or of codes, contiguous.
+        context_S, block_table_SM, scratch, scale, scales, out: As in `decode.paged_decode`, with L for V.
         latent_dim: L, a power of 2. tile: by default from the table.
 
     Returns:
@@ -136,8 +148,8 @@ def latent_decode(
     S, H, width = query_SHC.shape
     rope_dim = width - latent_dim
     check_latents(latent_dim, rope_dim, query_SHC.dtype)
-    check_layout(query_SHC, latents_NBC)
-    tile = tile or latent_tile(query_SHC.dtype, H, latent_dim, query_SHC.device)
+    check_layout(query_SHC, latents_NBC, has_codes=scales is not None)
+    tile = tile or latent_tile(latents_NBC.dtype, H, latent_dim, query_SHC.device)
     check_tile(tile.tokens, latents_NBC.shape[1])
     head_tiles, seats = triton.cdiv(H, tile.heads), scratch.multiprocessors * tile.programs
     cuts = scratch.cuts(tile.tokens, tile.programs, tile.turns, head_tiles)
@@ -145,11 +157,10 @@ def latent_decode(
     if out is None:
         out = query_SHC.new_empty(S, H, latent_dim)
     attend_latent_splits[(min(seats, head_tiles * cuts.most_parts(S)),)](
-        query_SHC, latents_NBC, context_S, block_table_SM, scratch.splits_before, scratch.sums, scratch.tops,
-        scratch.totals, out, S,
-        query_SHC.stride(0), block_table_SM.stride(0), scale, S_PAD=padded_sequences(S), H=H, HEADS=tile.heads,
+        query_SHC, latents_NBC, *(scales or (None, None)), context_S, block_table_SM, scratch.splits_before, scratch.sums,
+        scratch.tops, scratch.totals, out, S, query_SHC.stride(0), block_table_SM.stride(0), scale, S_PAD=padded_sequences(S), H=H, HEADS=tile.heads,
         L=latent_dim, E=rope_dim, E_PAD=max(16, triton.next_power_of_2(rope_dim)), BLOCK=latents_NBC.shape[1],
-        TILE=tile.tokens, num_warps=tile.warps, num_stages=tile.stages, **cuts.constants(),
+        TILE=tile.tokens, HAS_SCALES=scales is not None, num_warps=tile.warps, num_stages=tile.stages, **cuts.constants(),
     )  # fmt: skip
     launch_merge(scratch, cuts, None, out)
     return out

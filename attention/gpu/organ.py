@@ -36,6 +36,7 @@ from attention.sparse.index import ANY_MASK, INDEXED
 from attention.sparse.pools import ChosenMask
 from kvcache.gpu.cache import DeviceCache
 from kvcache.gpu.step import DeviceStep
+from kvcache.gpu.write import Scales
 
 NAME = "wideep_paged_gpu"
 
@@ -46,6 +47,7 @@ class Pages(NamedTuple):
     keys_NGBD: Tensor
     values_NGBV: Tensor
     table_SM: Tensor
+    scales: Scales | None = None
 
 
 def attend(
@@ -90,9 +92,9 @@ def attend(
     if shape.latent:
         if of_decodes.stop:
             out_PHV[of_decodes] = _decode_latents(module, query_PHD[of_decodes], pages, layer, scaling)
-        _prefill_latents(module, query_PHD, pages.keys[layer], step, out_PHV, scaling)
+        _prefill_latents(module, query_PHD, pages, layer, out_PHV, scaling)
         return out_PHV[None], None
-    own = Pages(pages.keys[layer], pages.values[layer], step.on_device.table_SM)
+    own = Pages(pages.keys[layer], pages.values[layer], step.on_device.table_SM, pages.scales[layer])
     options: dict[str, Any] = {
         "scale": scaling,
         "window": shape.window,
@@ -102,7 +104,7 @@ def attend(
     if of_decodes.stop:
         paged_decode(
             query_PHD[of_decodes], own.keys_NGBD, own.values_NGBV, step.on_device.decode_context_S[of_decodes],
-            own.table_SM[of_decodes], _scratch(pages, H, value_dim), out=out_PHV[of_decodes], **options,
+            own.table_SM[of_decodes], _scratch(pages, H, value_dim), scales=own.scales, out=out_PHV[of_decodes], **options,
         )  # fmt: skip
     if not step.is_decode_only:
         _prefill(query_PHD, own, step, out_PHV, step.prompts, **options)
@@ -140,7 +142,7 @@ def _prefill(
     tiles_X3 = step.tiles_on_device(tile_tokens(H, G, D, V), sequences)
     paged_prefill(
         query_PHD, own.keys_NGBD, own.values_NGBV, tiles_X3, step.on_device.query_start_S, step.on_device.context_S,
-        own.table_SM, out=out_PHV, **options,
+        own.table_SM, scales=own.scales, out=out_PHV, **options,
     )  # fmt: skip
 
 
@@ -172,6 +174,7 @@ def _decode_latents(module: Any, query_SHD: Tensor, pages: DeviceCache, layer: i
     out_SHL = latent_decode(
         _absorbed(query_SHD, key_HUL), pages.keys[layer], step.on_device.decode_context_S[:S],
         step.on_device.table_SM[:S], _scratch(pages, H, latent_dim), latent_dim=latent_dim, scale=scale,
+        scales=pages.scales[layer],
     )  # fmt: skip
     return _expanded_values(out_SHL, value_HVL)
 
@@ -192,7 +195,7 @@ def _mixed_latents(module: Any, query_PHD: Tensor, pages: DeviceCache, layer: in
     mean_PHL = query_PHD.new_empty(P, H, latent_dim)
     context_P, table_PM = step.rows_as_sequences(ABSORBED_PAIRS // -(-H // ABSORBED_HEADS))
     decode_S = step.on_device.decode_context_S[:S]
-    about: Any = {"latent_dim": latent_dim, "scale": scale}
+    about: Any = {"latent_dim": latent_dim, "scale": scale, "scales": pages.scales[layer]}
     about |= {"latents_NBC": pages.keys[layer], "scratch": _scratch(pages, H, latent_dim)}
     for first in range(0, P, at_once):
         here = slice(first, min(first + at_once, P))
@@ -225,28 +228,42 @@ def _attend_chosen(
         here = slice(first, min(first + at_once, P))
         mean_RHL = chosen_attention(
             _absorbed(query_PHD[here], key_HUL), pages.keys[layer], chosen_PK, first, latent_dim=L,
-            scale=scale, sinks_H=sinks_H,
+            scale=scale, scales=pages.scales[layer], sinks_H=sinks_H,
         )  # fmt: skip
         out_PHV[here] = _expanded_values(mean_RHL, value_HVL)
     return out_PHV
 
 
 def _prefill_latents(
-    module: Any, query_PHD: Tensor, latents_NBC: Tensor, step: DeviceStep, out_PHV: Tensor, scale: float
+    module: Any, query_PHD: Tensor, pages: DeviceCache, layer: int, out_PHV: Tensor, scale: float
 ) -> None:
     """Prefill with expanded latents of the prompts' contexts, for as many heads and sequences at a time as fit EXPANDED_BYTES.
 
     A head's result depends only on its own keys and values, so the grouping changes no result.
     """
-    (_, H, D), V, B = query_PHD.shape, out_PHV.shape[-1], latents_NBC.shape[1]
-    most_tokens = EXPANDED_BYTES // expanded_bytes_of_token(D, V, latents_NBC.element_size())
+    step, B = pages.step, pages.keys[layer].shape[1]
+    assert step is not None
+    (_, H, D), V = query_PHD.shape, out_PHV.shape[-1]
+    most_tokens = EXPANDED_BYTES // expanded_bytes_of_token(D, V, query_PHD.element_size())
     for blocks in step.expansions(most_tokens // B):
-        latent_XBC = latents_NBC[blocks.block_X]
+        latent_XBC = _gathered(module, pages, layer, blocks.block_X).to(query_PHD.dtype)
         at_once = max(1, min(H, most_tokens // (len(latent_XBC) * B)))
         for first in range(0, H, at_once):
             here = slice(first, min(first + at_once, H))
             own = _expanded(module, latent_XBC, blocks.table_SM, H, here)
             _prefill(query_PHD[:, here], own, step, out_PHV[:, here], blocks.sequences, scale=scale)
+
+
+def _gathered(module: Any, pages: DeviceCache, layer: int, block_X: Tensor) -> Tensor:
+    """Return the latents of some blocks, decoded: [X, B, L + E]."""
+    latents_NBC, scales = pages.keys[layer], pages.scales[layer]
+    if scales is None:
+        return latents_NBC[block_X]
+    # As bytes: torch does not index float8.
+    code_XBC = latents_NBC.view(torch.uint8)[block_X].view(latents_NBC.dtype).float()
+    parts = code_XBC.split((code_XBC.shape[2] - module.qk_rope_head_dim, module.qk_rope_head_dim), -1)
+    decoded = (part * scale[block_X, 0][..., None] for part, scale in zip(parts, scales, strict=True))
+    return torch.cat(list(decoded), -1)
 
 
 def _expanded(module: Any, latent_XBC: Tensor, table_SM: Tensor, heads: int, here: slice) -> Pages:

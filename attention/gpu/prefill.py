@@ -27,6 +27,7 @@ from torch import Tensor
 from attention.gpu.limits import LARGEST_DIM, WIDE_DIM, check_heads, check_layout, check_tile
 from attention.gpu.pages import LOG2_E, blocks_of, bound, capped, first_seen, rows_in, soften
 from attention.gpu.tiles import device_names, shape_key, tile_of
+from kvcache.gpu.write import Scales
 
 _LEAST_PART = 16  # of a key dim: the least of a product on tensor cores
 _LONG_WINDOW = 1024  # from this size on, most tiles of a window or chunk need no mask
@@ -44,10 +45,11 @@ class PrefillTile(NamedTuple):
 
 @triton.jit
 def attend_tokens(
-    at, blocks, q, q_rest, position, top, total, sum_RV, keys, values, own_table, stop, kv_head, scale, factor,
+    at, blocks, q, q_rest, position, top, total, sum_RV, keys, values, key_scales, value_scales, own_table, stop, kv_head,
+    scale, factor,
     KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, D_REST: tl.constexpr, V: tl.constexpr,
     V_PAD: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
-    SOFT_CAP: tl.constexpr, IS_MASKED: tl.constexpr,
+    SOFT_CAP: tl.constexpr, HAS_SCALES: tl.constexpr, IS_MASKED: tl.constexpr,
 ):  # fmt: skip
     """Attend to the TILE tokens from `at`. Return the next tile's blocks, and the rows' maxima and sums."""
     dim, value_dim = tl.arange(0, D_PAD), tl.arange(0, V_PAD)
@@ -59,14 +61,17 @@ def attend_tokens(
     if IS_MASKED:
         is_key, is_value = is_key & (token[None, :] < stop), is_value & (token[:, None] < stop)
     key_DC = tl.load(own_keys + dim[:, None], mask=is_key, other=0.0)
-    scores = tl.dot(q, key_DC, input_precision="ieee")
+    scores = tl.dot(q, key_DC.to(q.dtype), input_precision="ieee")
     if D_REST > 0:
         rest = D_PAD + tl.arange(0, D_REST)
         is_rest = rest[:, None] < D
         if IS_MASKED:
             is_rest = is_rest & (token[None, :] < stop)
         rest_DC = tl.load(own_keys + rest[:, None], mask=is_rest, other=0.0)
-        scores = tl.dot(q_rest, rest_DC, scores, input_precision="ieee")
+        scores = tl.dot(q_rest, rest_DC.to(q.dtype), scores, input_precision="ieee")
+    if HAS_SCALES:
+        is_stored = token < stop if IS_MASKED else token >= 0
+        scores *= tl.load(key_scales + place, mask=is_stored, other=0.0)[None, :]
     if SOFT_CAP > 0:
         scores = capped(scores * scale, SOFT_CAP)
     if IS_MASKED:
@@ -76,17 +81,19 @@ def attend_tokens(
         scores = tl.where(is_seen, scores, float("-inf"))
     weights, top, total, shrink = soften(scores, factor, top, total)
     value_CV = tl.load(values + place[:, None] * V + value_dim[None, :], mask=is_value, other=0.0)
-    added = tl.dot(weights.to(value_CV.dtype), value_CV, input_precision="ieee")
+    if HAS_SCALES:
+        weights *= tl.load(value_scales + place, mask=is_stored, other=0.0)[None, :]
+    added = tl.dot(weights.to(q.dtype), value_CV.to(q.dtype), input_precision="ieee")
     return blocks, top, total, sum_RV * shrink[:, None] + added
 
 
 @triton.jit
 def attend_tile(
-    query, keys, values, tiles, query_start, context, table, sinks, out, query_stride, out_stride, table_stride, scale,
+    query, keys, values, key_scales, value_scales, tiles, query_start, context, table, sinks, out, query_stride, out_stride, table_stride, scale,
     GROUP: tl.constexpr, ROWS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     D_REST: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HAS_INNER: tl.constexpr,
+    HAS_SCALES: tl.constexpr, HAS_INNER: tl.constexpr,
 ):  # fmt: skip
     """Run as program (tile, KV head, part of the tile's query tokens).
 
@@ -130,18 +137,21 @@ def attend_tile(
             inner = tl.minimum(tl.cdiv(first_seen(stop - 1, WINDOW, CHUNK), TILE) * TILE, last)
             for at in range(bound(begin), bound(inner), TILE):
                 blocks, top, total, sum_RV = attend_tokens(
-                    at, blocks, q, q_rest, position, top, total, sum_RV, keys, values, own_table, stop, kv_head, scale,
-                    factor, KV_HEADS, D, D_PAD, D_REST, V, V_PAD, BLOCK, TILE, WINDOW, CHUNK, SOFT_CAP, True,
+                    at, blocks, q, q_rest, position, top, total, sum_RV, keys, values, key_scales, value_scales, own_table,
+                    stop, kv_head, scale, factor, KV_HEADS, D, D_PAD, D_REST, V, V_PAD, BLOCK, TILE, WINDOW, CHUNK, SOFT_CAP,
+                    HAS_SCALES, True,
                 )  # fmt: skip
         for at in range(bound(inner), bound(last), TILE):
             blocks, top, total, sum_RV = attend_tokens(
-                at, blocks, q, q_rest, position, top, total, sum_RV, keys, values, own_table, stop, kv_head, scale,
-                factor, KV_HEADS, D, D_PAD, D_REST, V, V_PAD, BLOCK, TILE, WINDOW, CHUNK, SOFT_CAP, False,
+                at, blocks, q, q_rest, position, top, total, sum_RV, keys, values, key_scales, value_scales, own_table, stop,
+                kv_head, scale, factor, KV_HEADS, D, D_PAD, D_REST, V, V_PAD, BLOCK, TILE, WINDOW, CHUNK, SOFT_CAP,
+                HAS_SCALES, False,
             )  # fmt: skip
     for at in range(bound(last), bound(stop), TILE):
         blocks, top, total, sum_RV = attend_tokens(
-            at, blocks, q, q_rest, position, top, total, sum_RV, keys, values, own_table, stop, kv_head, scale,
-            factor, KV_HEADS, D, D_PAD, D_REST, V, V_PAD, BLOCK, TILE, WINDOW, CHUNK, SOFT_CAP, True,
+            at, blocks, q, q_rest, position, top, total, sum_RV, keys, values, key_scales, value_scales, own_table, stop,
+            kv_head, scale, factor, KV_HEADS, D, D_PAD, D_REST, V, V_PAD, BLOCK, TILE, WINDOW, CHUNK, SOFT_CAP, HAS_SCALES,
+            True,
         )  # fmt: skip
     result = sum_RV / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(
@@ -192,6 +202,7 @@ def paged_prefill(
     block_table_SM: Tensor,
     *,
     scale: float,
+    scales: Scales | None = None,
     window: int = 0,
     chunk: int = 0,
     soft_cap: float = 0.0,
@@ -203,10 +214,10 @@ def paged_prefill(
 
     Args:
         query_THD: [T, H, D], heads contiguous.
-        keys_NGBD, values_NGBV: Pages of the same type, contiguous. They already hold the rows' own tokens.
+        keys_NGBD, values_NGBV: Pages of the same type, or of codes, contiguous. They already hold the rows' own tokens.
         tiles_X3: int64 [X, 3] from `Step.tiles(tile_tokens(...))`. A tile of 0 tokens does nothing.
         query_start_S: int64 [S + 1], first row of each sequence and the end. context_S: int64 [S], tokens after this step.
-        block_table_SM, scale, window, chunk, soft_cap, sinks_H: As in `decode.paged_decode`.
+        block_table_SM, scale, scales, window, chunk, soft_cap, sinks_H: As in `decode.paged_decode`.
         out: [T, H, V] to write into, heads contiguous; by default a new tensor of zeros.
         tile: Tile to use; by default from the table.
 
@@ -219,7 +230,7 @@ def paged_prefill(
     T, H, D = query_THD.shape
     _, G, block, V = values_NGBV.shape
     check_heads(H, G, D, V, query_THD.dtype)
-    check_layout(query_THD, keys_NGBD, values_NGBV)
+    check_layout(query_THD, keys_NGBD, values_NGBV, has_codes=scales is not None)
     group = H // G
     tile = tile or prefill_tile(query_THD.dtype, D, V, group, query_THD.device)
     check_tile(tile.tokens, block)
@@ -229,11 +240,11 @@ def paged_prefill(
     rows = max(tile.rows, triton.next_power_of_2(group))
     parts = triton.cdiv(tile_tokens(H, G, D, V), rows // group)
     attend_tile[(tiles_X3.shape[0], G, parts)](
-        query_THD, keys_NGBD, values_NGBV, tiles_X3, query_start_S, context_S, block_table_SM, sinks_H, out,
-        query_THD.stride(0), out.stride(0), block_table_SM.stride(0), scale, GROUP=group,
+        query_THD, keys_NGBD, values_NGBV, *(scales or (None, None)), tiles_X3, query_start_S, context_S, block_table_SM,
+        sinks_H, out, query_THD.stride(0), out.stride(0), block_table_SM.stride(0), scale, GROUP=group,
         ROWS=rows, KV_HEADS=G, D=D, D_PAD=main, D_REST=rest, V=V,
         V_PAD=triton.next_power_of_2(V), BLOCK=block, TILE=tile.tokens, WINDOW=window, CHUNK=chunk, SOFT_CAP=soft_cap,
-        HAS_SINKS=sinks_H is not None, HAS_INNER=not (window or chunk) or (window or chunk) >= _LONG_WINDOW,
+        HAS_SINKS=sinks_H is not None, HAS_SCALES=scales is not None, HAS_INNER=not (window or chunk) or (window or chunk) >= _LONG_WINDOW,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out

@@ -23,6 +23,7 @@ from attention.gpu.mla import LatentTile, latent_tile
 from attention.gpu.pages import LOG2_E, bound, rows_of, weigh
 from attention.sparse.pools import Pooling
 from kvcache.gpu.cache import DeviceCache
+from kvcache.gpu.write import Scales
 
 _SCORED = 64  # tokens per product
 _SCORED_BY = 16  # programs per row, which take turns
@@ -91,9 +92,10 @@ def make_pool_keys(
 
 @triton.jit(do_not_specialize=["num_sequences", "first_row"])
 def score_items(
-    query, weight, keys, position, cache_slot, query_start, table, scores, num_sequences, first_row, table_stride,
+    query, weight, keys, key_scales, position, cache_slot, query_start, table, scores, num_sequences, first_row, table_stride,
     scores_stride, scale, S_PAD: tl.constexpr, HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, D: tl.constexpr,
     D_PAD: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
     """Run as program (row, turn): write `scores` [R, C] float32 of its tiles of tokens, or of pools of SIZE tokens."""
     row = first_row + tl.program_id(0)
@@ -111,12 +113,15 @@ def score_items(
         item = at + tl.arange(0, TILE)
         is_seen = item < count
         if SIZE == 1:
-            key = (keys + rows_of(own_table, at, count, 0, 1, BLOCK, TILE) * WIDTH)[None, :] + dim[:, None]
+            key_row = rows_of(own_table, at, count, 0, 1, BLOCK, TILE)
+            key = (keys + key_row * WIDTH)[None, :] + dim[:, None]
         else:
             row_of_pool = slots_of(own_table, item * SIZE, is_seen, BLOCK)[None, :]
             key = keys + pooled_at(row_of_pool, dim[:, None], D, SIZE, WIDTH)
         key_DT = tl.load(key, mask=is_seen[None, :] & (dim[:, None] < D), other=0.0)
-        products = tl.dot(q, key_DT, input_precision="ieee") * scale
+        products = tl.dot(q, key_DT.to(q.dtype), input_precision="ieee") * scale
+        if HAS_SCALES:
+            products *= tl.load(key_scales + key_row, mask=is_seen, other=0.0)[None, :]
         summed = tl.sum(shares[:, None] * tl.maximum(products, 0.0), axis=0)
         tl.store(own_scores + item, summed, mask=is_seen)
 
@@ -187,9 +192,9 @@ def choose_best(
 
 @triton.jit(do_not_specialize=["first_row"])
 def attend_chosen(
-    query, latents, chosen, sinks, out, first_row, query_stride, scale, H: tl.constexpr, HEADS: tl.constexpr,
+    query, latents, latent_scales, rope_scales, chosen, sinks, out, first_row, query_stride, scale, H: tl.constexpr, HEADS: tl.constexpr,
     L: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, TILE: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_SCALES: tl.constexpr,
 ):  # fmt: skip
     """Run as program (row, tile of heads): `out` [R, H, L]; `query` [R, H, L + E] of the same rows."""
     row, own = first_row + tl.program_id(0), tl.program_id(0).to(tl.int64)
@@ -210,14 +215,22 @@ def attend_chosen(
     for step in range(bound(tl.cdiv(count, TILE))):
         token = step * TILE + tl.arange(0, TILE)
         is_seen = token < count
-        slot = tl.load(own_chosen + token, mask=is_seen, other=0)
-        place = latents + slot.to(tl.int64) * (L + E)
+        slot = tl.load(own_chosen + token, mask=is_seen, other=0).to(tl.int64)
+        place = latents + slot * (L + E)
         latent_CL = tl.load(place[:, None] + latent_dim[None, :], mask=is_seen[:, None], other=0.0)
         is_rope = is_seen[None, :] & (rope_dim[:, None] < E)
         rope_EC = tl.load(place[None, :] + L + rope_dim[:, None], mask=is_rope, other=0.0)
+        latent_CL = latent_CL.to(q_latent.dtype)
         products = tl.dot(q_latent, tl.trans(latent_CL), input_precision="ieee")
-        products = (products + tl.dot(q_rope, rope_EC, input_precision="ieee")) * (scale * LOG2_E)
+        of_rope = tl.dot(q_rope, rope_EC.to(q_latent.dtype), input_precision="ieee")
+        if HAS_SCALES:
+            latent_scale = tl.load(latent_scales + slot, mask=is_seen, other=0.0)
+            products *= latent_scale[None, :]
+            of_rope *= tl.load(rope_scales + slot, mask=is_seen, other=0.0)[None, :]
+        products = (products + of_rope) * (scale * LOG2_E)
         weights, top, total, shrink = weigh(products, is_seen[None, :], top, total)
+        if HAS_SCALES:
+            weights *= latent_scale[None, :]
         added = tl.dot(weights.to(latent_CL.dtype), latent_CL, input_precision="ieee")
         sum_HL = sum_HL * shrink[:, None] + added
     result = sum_HL / tl.where(total > 0, total, 1.0)[:, None]
@@ -264,7 +277,9 @@ def _choose(
     step, keys = pages.step, pages.indexes[layer]
     assert step is not None, "a step must be set before the model runs"
     P, heads, dim = query_PID.shape
-    query, weight = query_PID.to(keys.dtype).contiguous(), weight_PI.float().contiguous()
+    key_scales = pages.index_scales[layer]
+    query = (query_PID.to(keys.dtype) if key_scales is None else query_PID).contiguous()
+    weight = weight_PI.float().contiguous()
     max_context = -(-step.max_context // _SCANNED) * _SCANNED
     at_once = score_rows(step.max_rows, step.sizes[-1], max_context)
     scores_RC = pages.room(
@@ -278,9 +293,10 @@ def _choose(
     for first in range(0, P, at_once):
         rows = min(at_once, P - first)
         score_items[(rows, turns)](
-            query, weight, keys, *about, scores_RC, S, first, on.table_SM.stride(0), max_context, scale, HEADS=heads,
+            query, weight, keys, key_scales, *about, scores_RC, S, first, on.table_SM.stride(0), max_context, scale, HEADS=heads,
             HEADS_PAD=max(LEAST_ROWS, triton.next_power_of_2(heads)), D=dim,
-            D_PAD=max(16, triton.next_power_of_2(dim)), TILE=_SCORED, WIDTH=keys.shape[2], **sizes,
+            D_PAD=max(16, triton.next_power_of_2(dim)), TILE=_SCORED, WIDTH=keys.shape[2],
+            HAS_SCALES=key_scales is not None, **sizes,
         )  # fmt: skip
         choose_best[(rows,)](
             scores_RC, *about, chosen_PK, S, first, on.table_SM.stride(0), max_context, K=count,
@@ -298,6 +314,7 @@ def chosen_attention(
     *,
     latent_dim: int,
     scale: float,
+    scales: Scales | None = None,
     sinks_H: Tensor | None = None,
     tile: LatentTile | None = None,
 ) -> Tensor:
@@ -305,9 +322,9 @@ def chosen_attention(
 
     Args:
         query_RHC: [R, H, L + E], heads contiguous: the absorbed query, then its rotary part. Its rows start at `first_row`.
-        latents_NBC: [N, B, L + E] pages of the same type, contiguous.
+        latents_NBC: [N, B, L + E] pages of the same type, or of codes, contiguous.
         chosen_PK: Slots for the step's rows, from `choose_from_pages` or `choose_pools`.
-        scale: Factor on the scores. sinks_H: [H] logits that take part in the softmax and carry no value.
+        scale: Factor on the scores. scales: those of pages of codes. sinks_H: [H] logits that take part in the softmax and carry no value.
         latent_dim: L, a power of 2. tile: by default from the table.
 
     Returns:
@@ -319,12 +336,13 @@ def chosen_attention(
     R, H, width = query_RHC.shape
     rope_dim = width - latent_dim
     check_latents(latent_dim, rope_dim, query_RHC.dtype)
-    check_layout(query_RHC, latents_NBC)
-    tile = tile or latent_tile(query_RHC.dtype, H, latent_dim, query_RHC.device)
+    check_layout(query_RHC, latents_NBC, has_codes=scales is not None)
+    tile = tile or latent_tile(latents_NBC.dtype, H, latent_dim, query_RHC.device)
     out_RHL = query_RHC.new_empty(R, H, latent_dim)
     attend_chosen[(R, triton.cdiv(H, tile.heads))](
-        query_RHC, latents_NBC, chosen_PK, sinks_H, out_RHL, first_row, query_RHC.stride(0), scale, H=H,
+        query_RHC, latents_NBC, *(scales or (None, None)), chosen_PK, sinks_H, out_RHL, first_row, query_RHC.stride(0), scale, H=H,
         HEADS=tile.heads, L=latent_dim, E=rope_dim, E_PAD=max(16, triton.next_power_of_2(max(1, rope_dim))),
-        K=chosen_PK.shape[1], K_PAD=triton.next_power_of_2(chosen_PK.shape[1]), TILE=tile.tokens, HAS_SINKS=sinks_H is not None, num_warps=tile.warps, num_stages=tile.stages,
+        K=chosen_PK.shape[1], K_PAD=triton.next_power_of_2(chosen_PK.shape[1]), TILE=tile.tokens, HAS_SINKS=sinks_H is not None,
+        HAS_SCALES=scales is not None, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out_RHL

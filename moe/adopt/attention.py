@@ -89,7 +89,7 @@ class HeadsForm(NamedTuple):
         prepare(
             query_THD, key[0].view(-1, self.kv_heads, self.dim), value_TGV, angles,
             pages.step.on_device.cache_slot_P, pages.keys[layer], pages.values[layer], query_norm=self.query_norm,
-            key_norm=self.key_norm,
+            key_norm=self.key_norm, scales=pages.scales[layer],
         )  # fmt: skip
         return query_THD.transpose(0, 1)[None], value_TGV.transpose(0, 1)[None]
 
@@ -122,8 +122,9 @@ class LatentsForm(NamedTuple):
         query = query if self.query_tail is None else self.query_tail(query)
         query_THD = query[0].view(-1, self.heads, self.dim)
         prepare_latents(
-            query_THD, latent[0], self.norm, angles, pages.step.on_device.cache_slot_P, pages.keys[layer]
-        )
+            query_THD, latent[0], self.norm, angles, pages.step.on_device.cache_slot_P, pages.keys[layer],
+            pages.scales[layer],
+        )  # fmt: skip
         query_1HTD = query_THD.transpose(0, 1)[None]
         return query_1HTD, query_1HTD[..., : self.value_dim]
 
@@ -252,6 +253,7 @@ class _Trial:
             {layer: torch.zeros(_BLOCKS, *shape, dtype=rows.dtype, device=rows.device)}
             for shape in form.page_shapes
         )
+        self.scales = {layer: None}
         self.is_latent = len(form.page_shapes[1]) == 1
         self._layer = layer
         self.cached: list[Tensor] = []

@@ -19,6 +19,7 @@ from attention.gpu.sparse import choose_from_pages, choose_pools
 from attention.recurrences.gpu import RECURRENCES
 from dispatch.dispatched import TokenDispatcher
 from dispatch.mode import SMALLEST_CAPACITY, prompt_capacity
+from kvcache.codes import E4M3
 from kvcache.gpu.cache import DeviceCache, token_bytes
 from kvcache.gpu.operators import OperatedCache
 from kvcache.gpu.step import ROWS, DeviceStep
@@ -139,6 +140,8 @@ def _why_unserved(
     on: GpuDevice, net: PreTrainedModel, shapes: list[LayerShape], quantisation: Quantisation | None
 ) -> str | None:
     problem = limits.why_unserved(net, shapes, quantisation) or _why_no_fp8_rows(on, quantisation)
+    if any(shape.codes is E4M3 for shape in shapes) and (needed := fp8.why_no_fp8(on.device)) is not None:
+        problem = problem or f"keys and values for --kv-cache-dtype fp8, which needs {needed}: use int8"
     keeps_more = any(shape.state or shape.index_dim for shape in shapes)
     keeps_more = keeps_more or bool(scaled_experts.blocks(net))
     if on.compiler and (keeps_more or long_rotary.limit_of(net.config) is not None):

@@ -26,6 +26,8 @@ from attention.recurrences.mixers import (
     decaying_sum,
 )
 from attention.sparse.pools import Pooling
+from kvcache.codes import E4M3, INT8
+from kvcache.gpu.write import Scales
 from tests.support.gpu.triton_compile import SHARED_LIMITS, check_budget, waits_in_loops
 from tests.support.service.recorded_launch import Launch, recording
 
@@ -45,8 +47,18 @@ def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device=META)
 
 
+def scales_of(codes: torch.dtype | None, kv_heads: int) -> Any:
+    return codes and Scales(*(empty(99, kv_heads, 16, dtype=torch.float32) for _ in range(2)))
+
+
 def launch_decode(
-    heads: Heads, sequences: int, dtype: torch.dtype, *, is_invariant: bool = False, **options: Any
+    heads: Heads,
+    sequences: int,
+    dtype: torch.dtype,
+    *,
+    is_invariant: bool = False,
+    codes: torch.dtype | None = None,
+    **options: Any,
 ) -> None:
     H, G, D, V = heads
     scratch = splits.DecodeScratch(
@@ -57,27 +69,31 @@ def launch_decode(
         device=META,
         is_invariant=is_invariant,
     )
-    pages = (empty(99, G, 16, dim, dtype=dtype) for dim in (D, V))
+    pages = (empty(99, G, 16, dim, dtype=codes or dtype) for dim in (D, V))
     about = (empty(sequences), empty(sequences, 2560))
-    decode.paged_decode(empty(sequences, H, D, dtype=dtype), *pages, *about, scratch, scale=0.1, **options)
+    options = {"scale": 0.1, "scales": scales_of(codes, G), **options}
+    decode.paged_decode(empty(sequences, H, D, dtype=dtype), *pages, *about, scratch, **options)
 
 
-def launch_latents(heads: int, sequences: int, dtype: torch.dtype) -> None:
+def launch_latents(heads: int, sequences: int, dtype: torch.dtype, codes: torch.dtype | None = None) -> None:
     scratch = splits.DecodeScratch(
         max_sequences=sequences, heads=heads, value_dim=512, max_tokens=40960, device=META
     )
     about = (empty(sequences), empty(sequences, 2560))
     mla.latent_decode(
-        empty(sequences, heads, 576, dtype=dtype), empty(99, 16, 576, dtype=dtype), *about, scratch,
-        latent_dim=512, scale=0.1,
+        empty(sequences, heads, 576, dtype=dtype), empty(99, 16, 576, dtype=codes or dtype), *about, scratch,
+        latent_dim=512, scale=0.1, scales=scales_of(codes, 1),
     )  # fmt: skip
 
 
-def launch_prefill(heads: Heads, dtype: torch.dtype, **options: Any) -> None:
+def launch_prefill(
+    heads: Heads, dtype: torch.dtype, codes: torch.dtype | None = None, **options: Any
+) -> None:
     H, G, D, V = heads
-    pages = (empty(99, G, 16, dim, dtype=dtype) for dim in (D, V))
+    pages = (empty(99, G, 16, dim, dtype=codes or dtype) for dim in (D, V))
     about = (empty(7, 3), empty(5), empty(4), empty(4, 2560))
-    prefill.paged_prefill(empty(512, H, D, dtype=dtype), *pages, *about, scale=0.1, **options)
+    options = {"scale": 0.1, "scales": scales_of(codes, G), **options}
+    prefill.paged_prefill(empty(512, H, D, dtype=dtype), *pages, *about, **options)
 
 
 def launch_rotary(rotary_dim: int, is_interleaved: bool, dtype: torch.dtype) -> None:
@@ -102,9 +118,13 @@ def step_of(rows: int, *, is_in_chunks: bool = False) -> Any:
     return SimpleNamespace(on_device=on, max_context=40960, max_rows=8192, sizes=(256,), device=META)
 
 
-def launch_index(heads: int, dim: int, dtype: torch.dtype) -> None:
+def launch_index(heads: int, dim: int, dtype: torch.dtype, codes: torch.dtype | None = None) -> None:
+    scale = codes and empty(99, 1, 16, dtype=torch.float32)
     pages: Any = SimpleNamespace(
-        step=step_of(256), indexes=[empty(99, 16, dim, dtype=dtype)], room=lambda _key, make: make()
+        step=step_of(256),
+        indexes=[empty(99, 16, dim, dtype=codes or dtype)],
+        index_scales=[scale],
+        room=lambda _key, make: make(),
     )
     query, weight = empty(256, heads, dim, dtype=dtype), empty(256, heads, dtype=torch.float32)
     sparse.choose_from_pages(pages, 0, query, weight, 0.1, 2048)
@@ -112,16 +132,17 @@ def launch_index(heads: int, dim: int, dtype: torch.dtype) -> None:
 
 def launch_pools(dtype: torch.dtype) -> None:
     pages: Any = SimpleNamespace(
-        step=step_of(256), indexes=[empty(99, 16, 264, dtype=dtype)], room=lambda _key, make: make()
-    )
+        step=step_of(256), indexes=[empty(99, 16, 264, dtype=dtype)], index_scales=[None], room=lambda _key, make: make()
+    )  # fmt: skip
     query, weight = empty(256, 32, 128, dtype=dtype), empty(256, 32, dtype=torch.float32)
     sparse.choose_pools(pages, 0, query, weight, 0.1, Pooling(16, 128, empty(16, 128, dtype=torch.float32)))
 
 
-def launch_chosen(heads: int, dtype: torch.dtype) -> None:
-    query, latents = empty(256, heads, 576, dtype=dtype), empty(99, 16, 576, dtype=dtype)
+def launch_chosen(heads: int, dtype: torch.dtype, codes: torch.dtype | None = None) -> None:
+    query, latents = empty(256, heads, 576, dtype=dtype), empty(99, 16, 576, dtype=codes or dtype)
     chosen = empty(256, 2048, dtype=torch.int32)
-    sparse.chosen_attention(query, latents, chosen, 0, latent_dim=512, scale=0.1)
+    about: Any = {"latent_dim": 512, "scale": 0.1, "scales": scales_of(codes, 1)}
+    sparse.chosen_attention(query, latents, chosen, 0, **about)
 
 
 def call_of(tail: tuple[int, ...], recurrent: tuple[int, ...], *, is_in_chunks: bool = False) -> MixerCall:
@@ -186,6 +207,13 @@ CASES = {
     "latents_deepseek": Case(partial(launch_latents, 128, 256), "attend_latent_splits"),
     "prefill_qwen3": Case(partial(launch_prefill, QWEN3), "attend_tile"),
     "prefill_gemma4": Case(partial(launch_prefill, GEMMA4), "attend_tile"),
+    "decode_int8": Case(partial(launch_decode, QWEN3, 256, codes=INT8), "attend_splits", 168),
+    "decode_fp8": Case(partial(launch_decode, QWEN3, 256, codes=E4M3), "attend_splits", 168),
+    "prefill_int8": Case(partial(launch_prefill, QWEN3, codes=INT8), "attend_tile"),
+    "prefill_fp8": Case(partial(launch_prefill, QWEN3, codes=E4M3), "attend_tile"),
+    "latents_fp8": Case(partial(launch_latents, 128, 256, codes=E4M3), "attend_latent_splits"),
+    "index_int8": Case(partial(launch_index, 64, 128, codes=INT8), "score_items"),
+    "chosen_fp8": Case(partial(launch_chosen, 128, codes=E4M3), "attend_chosen"),
     "rotary": Case(partial(launch_rotary, 128, False), "rotate_rows", 64),
     "index_deepseek": Case(partial(launch_index, 64, 128), "score_items"),
     "choice_deepseek": Case(partial(launch_index, 64, 128), "choose_best"),
@@ -305,6 +333,8 @@ def test_loops_of_further_models_do_not_wait_for_later_tiles(name: str, tmp_path
 def test_every_configuration_compiles_within_its_budget(
     name: str, dtype: torch.dtype, arch: int, tmp_path: Path
 ) -> None:
+    if arch < 89 and name.endswith("fp8"):
+        pytest.skip("such GPUs have no FP8; they are refused (moe.gpu.backend)")
     most = ALL[name].max_registers if arch == 90 else 255
     check_budget(recorded(ALL[name], dtype, arch).kernel(most), tmp_path, arch)
 

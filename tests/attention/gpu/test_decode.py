@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvcache.codes import E4M3, INT8
 from tests.conftest import OnDevice
 from tests.support.gpu.attention import (
     SCALE,
@@ -58,19 +59,25 @@ def decode(
         table_SM,
         scratch,
         scale=SCALE,
+        scales=paged.scales,  # type: ignore[arg-type]
         out=out,
         **options,
     )
 
 
 def compare(
-    device: str, contexts: list[int], heads: Heads, short: torch.dtype, options: dict[str, Any]
+    device: str,
+    contexts: list[int],
+    heads: Heads,
+    short: torch.dtype,
+    options: dict[str, Any],
+    codes: torch.dtype | None = None,
 ) -> None:
     """Compare all sequences and a padded row."""
     if "sinks_H" in options:
         options = {**options, "sinks_H": torch.linspace(-1, 2, heads.heads, device=device)}
     for dtype in dtypes_on(device, short):
-        paged = make_paged([(context - 1, 1) for context in contexts], heads, dtype).to(device)
+        paged = make_paged([(context - 1, 1) for context in contexts], heads, dtype, codes).to(device)
         query = torch.randn(len(contexts) + 1, heads.heads, heads.key_dim).to(device, dtype)
         ours = decode(paged, query, len(contexts) + 1, **options)
         assert not ours[-1].any()
@@ -105,6 +112,37 @@ def test_decode_equals_the_oracle(
     on_device: OnDevice, case: tuple[list[int], Heads, torch.dtype, dict[str, Any]]
 ) -> None:
     on_device(compare, *case)
+
+
+CODED: dict[str, tuple[Any, ...]] = {
+    "int8": ([1, 16, 65], SMALL, torch.float32, {}, INT8),
+    "fp8": ([1, 16, 65], SMALL, torch.float32, {}, E4M3),
+    "int8, group of 8, D 128": (FEW, Heads(8, 1, 128, 128), torch.float32, {}, INT8),
+    "fp8, odd dims": (FEW, Heads(3, 3, 24, 16), torch.float32, {}, E4M3),
+    "int8, window, cap and sinks": (
+        FEW,
+        SMALLEST,
+        torch.float32,
+        {"window": 40, "soft_cap": 3.0, "sinks_H": True},
+        INT8,
+    ),
+    "fp8, float16": ([1, 65], SMALLEST, torch.float16, {}, E4M3),
+}
+
+
+@pytest.mark.parametrize("case", some_fast(CODED, "int8", "fp8"))
+def test_decode_of_codes_equals_the_oracle(on_device: OnDevice, case: tuple[Any, ...]) -> None:
+    on_device(compare, *case)
+
+
+def refuse_codes_without_scales(device: str) -> None:
+    paged = make_paged([(19, 1)], SMALL, codes=INT8).to(device)
+    with pytest.raises(ValueError, match=r"pages are torch.int8; codes of eight bits need scales"):
+        decode(paged._replace(scales=None), torch.randn(1, 4, 32).to(device), 1)
+
+
+def test_codes_without_scales_are_refused(on_device: OnDevice) -> None:
+    on_device(refuse_codes_without_scales)
 
 
 def see_a_permuted_table(device: str) -> None:

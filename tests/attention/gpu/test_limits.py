@@ -98,6 +98,8 @@ LATENT = LayerShape(num_kv_heads=1, key_dim=576, value_dim=0, latent=True)
             "latents of 384 values (kv_lora_rank); the GPU kernels support powers of 2 from 16 to 512",
         ),
         ([replace(LATENT, window=8)], [512], "a sliding window over latents"),
+        ([replace(heads(128, 128), codes=torch.int8)], [], None),
+        ([replace(LATENT, codes=torch.int8, index_dim=128)], [512], None),
         ([LATENT], [1024], "latents of 1024 values"),
         ([replace(LATENT, index_dim=128), recurrent(32, 128, 128), recurrent(16, 8192)], [512], None),
         ([replace(LATENT, index_dim=1024)], [512], "an index of more than 768 values per token"),

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.conftest import OnDevice
+from tests.support.cached_codes import FORMATS, quantised
 from tests.support.gpu.attention import (
     SCALE,
     Heads,
@@ -26,6 +27,19 @@ def make_latents(
     width = latent_dim + rope_dim
     paged = make_paged([(context - 1, 1) for context in contexts], Heads(1, 1, width, 1), dtype)
     return paged._replace(values_NGBV=paged.keys_NGBD[..., :latent_dim])  # a view
+
+
+def coded(paged: Paged, latent_dim: int, codes: torch.dtype) -> tuple[Paged, Paged]:
+    """Return pages with latents and rotary keys as codes, and the same decoded."""
+    parts = paged.keys_NGBD[..., :latent_dim].float(), paged.keys_NGBD[..., latent_dim:].float()
+    is_held = parts[0].isfinite().all(-1)
+    found = [quantised(part.nan_to_num(0.0), codes) for part in parts]
+    scales = [scale[..., 0].masked_fill(~is_held, float("nan")) for _, scale in found]
+    pages = torch.cat([code.view(torch.uint8) for code, _ in found], -1).view(codes)
+    plain = torch.cat([code.float() * scale for code, scale in found], -1)
+    values = pages.view(torch.uint8)[..., :latent_dim]  # only its shape is used
+    stored = paged._replace(keys_NGBD=pages, values_NGBV=values, scales=(scales[0], scales[1]))
+    return stored, paged._replace(keys_NGBD=plain, values_NGBV=plain[..., :latent_dim])
 
 
 def decode(
@@ -50,6 +64,7 @@ def decode(
         part.fill_(float("nan"))
     return latent_decode(
         query_SHC, paged.keys_NGBD[:, 0], *paged.of(rows), scratch, latent_dim=latent_dim, scale=SCALE,
+        scales=paged.scales,  # type: ignore[arg-type]
         tile=LatentTile(tokens=16, heads=heads), out=torch.full_like(query_SHC[..., :latent_dim], float("nan")).contiguous(),
     )  # fmt: skip
 
@@ -62,14 +77,18 @@ def compare(
     rope_dim: int,
     short: torch.dtype,
     tile_heads: int = 16,
+    codes: torch.dtype | None = None,
 ) -> None:
     """Compare all sequences and a padded row."""
     for dtype in dtypes_on(device, short):
-        paged = make_latents(contexts, latent_dim, rope_dim, dtype).to(device)
+        paged = plain = make_latents(contexts, latent_dim, rope_dim, dtype)
+        if codes is not None:
+            paged, plain = coded(paged, latent_dim, codes)
+        paged = paged.to(device)
         query = (torch.randn(len(contexts) + 1, heads, latent_dim + rope_dim) * 0.3).to(device, dtype)
         ours = decode(paged, query, len(contexts) + 1, heads=tile_heads)
         assert not ours[-1].any()
-        check_close(ours[:-1], oracle(query[:-1], paged))
+        check_close(ours[:-1], oracle(query[:-1], plain))
 
 
 CASES: dict[str, tuple[Any, ...]] = {
@@ -84,6 +103,11 @@ CASES: dict[str, tuple[Any, ...]] = {
 @pytest.mark.parametrize("case", some_fast(CASES, "float16"))
 def test_latent_decode_equals_the_oracle(on_device: OnDevice, case: tuple[Any, ...]) -> None:
     on_device(compare, *case)
+
+
+@pytest.mark.parametrize("codes", FORMATS)
+def test_latent_decode_of_codes_equals_the_oracle(on_device: OnDevice, codes: torch.dtype) -> None:
+    on_device(compare, [1, 16, 65], 20, 32, 24, torch.float32, 16, codes)
 
 
 def vary_what_must_not_matter(device: str) -> None:

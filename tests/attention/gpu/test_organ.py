@@ -2,15 +2,18 @@
 shape prompts attend absorbed, or expand as many latents as the shape has room for."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from kvcache.paged_cache import LayerShape
 from kvcache.step import Span
 from tests.conftest import OnDevice
+from tests.support.cached_codes import FORMATS, quantised, rounded_row
 
 HEADS, UNROTATED, ROTARY, VALUES, RANK = 4, 16, 16, 32, 32
 BLOCK, NUM_BLOCKS = 16, 12
@@ -18,9 +21,18 @@ SPANS = [Span(20, 1, [3, 7]), Span(16, 20, [5, 1, 2]), Span(0, 9, [9]), Span(40,
 
 
 def expand_within(
-    device: str, budget_bytes: int, *, sizes_of_prompts: Sequence[int] = (), is_invariant: bool = False
+    device: str,
+    budget_bytes: int,
+    *,
+    sizes_of_prompts: Sequence[int] = (),
+    is_invariant: bool = False,
+    codes: torch.dtype | None = None,
+    is_stored: bool = False,
 ) -> tuple[Tensor, list[int]]:
-    """Attend a decode and three prompts over latents. Return the result, and the sizes of each launch."""
+    """Attend a decode and three prompts over latents. Return the result, and the sizes of each launch.
+
+    `codes` rounds the latents. They are stored as codes with `is_stored`, otherwise as the decoded numbers.
+    """
     from attention.gpu import organ  # noqa: PLC0415 - in the interpreter
     from attention.gpu.prefill import paged_prefill  # noqa: PLC0415
     from kvcache.gpu.cache import DeviceCache  # noqa: PLC0415
@@ -28,7 +40,7 @@ def expand_within(
 
     torch.manual_seed(0)
     place = torch.device(device)
-    shape = LayerShape(num_kv_heads=1, key_dim=RANK + ROTARY, value_dim=0, latent=True)
+    shape = LayerShape(num_kv_heads=1, key_dim=RANK + ROTARY, latent=True, codes=codes if is_stored else None)
     step = DeviceStep(
         max_tokens=64,
         max_sequences=8,
@@ -40,7 +52,14 @@ def expand_within(
     step.fix_prompts(sizes_of_prompts)
     cache = DeviceCache([shape], NUM_BLOCKS, dtype=torch.float32, device=place)
     cache.step = step
-    cache.keys[0].copy_(torch.randn(cache.keys[0].shape))
+    drawn = torch.randn(cache.keys[0].shape)
+    if codes is not None and is_stored:
+        found = [quantised(part, codes) for part in (drawn[..., :RANK], drawn[..., RANK:])]
+        cache.keys[0].view(torch.uint8).copy_(torch.cat([code.view(torch.uint8) for code, _ in found], -1))
+        for to, (_, scale) in zip(cache.scales[0] or (), found, strict=True):
+            to[:, 0].copy_(scale[..., 0])
+    else:
+        cache.keys[0].copy_(rounded_row(drawn, replace(shape, codes=codes), RANK))
     step.fill(SPANS, 1)
     step.inputs(range(step.num_tokens), [0])
     module = SimpleNamespace(
@@ -79,6 +98,19 @@ def bound_expansions(device: str) -> None:
 
 def test_what_is_expanded_at_once_is_bounded_and_changes_nothing(on_device: OnDevice) -> None:
     on_device(bound_expansions)
+
+
+def read_codes(device: str, codes: torch.dtype) -> None:
+    """Compare codes with pages that hold the decoded numbers: expanded prompts, and absorbed ones."""
+    for sizes in ((), (40, 48)):
+        plain, _ = expand_within(device, 1 << 30, sizes_of_prompts=sizes, codes=codes)
+        coded, _ = expand_within(device, 1 << 30, sizes_of_prompts=sizes, codes=codes, is_stored=True)
+        torch.testing.assert_close(coded, plain, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("codes", FORMATS)
+def test_codes_of_latents_give_the_result_of_their_values(on_device: OnDevice, codes: torch.dtype) -> None:
+    on_device(read_codes, codes)
 
 
 def attend_in_a_shape(device: str) -> None:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvcache.codes import E4M3, INT8
 from kvcache.step import Span
 from tests.conftest import OnDevice
 from tests.support.gpu.attention import (
@@ -33,16 +34,23 @@ def prefill(paged: Paged, query_THD: Tensor, tiles: Tensor | None = None, **opti
         tiles = torch.from_numpy(paged.step.tiles(tile_tokens(H, G, D, V))).to(query_THD.device)
     return paged_prefill(
         query_THD, paged.keys_NGBD, paged.values_NGBV, tiles, paged.step.query_start_S.to(query_THD.device),
-        *paged.of(slice(None)), scale=SCALE, **options,
+        *paged.of(slice(None)), scale=SCALE, scales=paged.scales, **options,  # type: ignore[arg-type]
     )  # fmt: skip
 
 
-def compare(device: str, spans: Spans, heads: Heads, short: torch.dtype, options: dict[str, Any]) -> None:
+def compare(
+    device: str,
+    spans: Spans,
+    heads: Heads,
+    short: torch.dtype,
+    options: dict[str, Any],
+    codes: torch.dtype | None = None,
+) -> None:
     """Compare all rows. Padded rows, which no tile covers, stay zero."""
     if "sinks_H" in options:
         options = {**options, "sinks_H": torch.linspace(-1, 2, heads.heads, device=device)}
     for dtype in dtypes_on(device, short):
-        paged = make_paged(spans, heads, dtype).to(device)
+        paged = make_paged(spans, heads, dtype, codes).to(device)
         query = torch.randn(paged.step.num_tokens + 2, heads.heads, heads.key_dim).to(device, dtype)
         ours = prefill(paged, query, **options)
         check_close(ours, oracle(query, paged, **options))
@@ -82,6 +90,28 @@ CASES: dict[str, tuple[Spans, Heads, torch.dtype, dict[str, Any]]] = {
 def test_prefill_equals_the_oracle(
     on_device: OnDevice, case: tuple[Spans, Heads, torch.dtype, dict[str, Any]]
 ) -> None:
+    on_device(compare, *case)
+
+
+CODED: dict[str, tuple[Any, ...]] = {
+    "int8": (FEW, SMALL, torch.float32, {}, INT8),
+    "fp8": (FEW, SMALL, torch.float32, {}, E4M3),
+    "int8, uneven chunks over prefixes": (UNEVEN, SMALL, torch.float32, {}, INT8),
+    "fp8, D 80 in two parts": ([(90, 30)], Heads(2, 2, 80, 32), torch.float32, {}, E4M3),
+    "int8, long prompt behind a prefix": (
+        [(150, 80), (0, 140)],
+        Heads(2, 1, 16, 16),
+        torch.float32,
+        {},
+        INT8,
+    ),
+    "fp8, long window": ([(1200, 70)], Heads(2, 1, 16, 16), torch.float32, {"window": 1024}, E4M3),
+    "fp8, float16": (FEW, SMALL, torch.float16, {"sinks_H": True}, E4M3),
+}
+
+
+@pytest.mark.parametrize("case", some_fast(CODED, "int8", "fp8"))
+def test_prefill_of_codes_equals_the_oracle(on_device: OnDevice, case: tuple[Any, ...]) -> None:
     on_device(compare, *case)
 
 

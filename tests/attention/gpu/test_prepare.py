@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.conftest import OnDevice
+from tests.support.cached_codes import FORMATS, quantised
 from tests.support.gpu.attention import some_fast
 from tests.support.gpu.interpreted import needs_triton
 
@@ -105,6 +106,49 @@ def prepare_heads(device: str, case: Case) -> None:
     assert torch.equal(key, key_before) and torch.equal(value, value_before)
 
 
+def prepare_codes(device: str, codes: torch.dtype, case: Case) -> None:
+    """Compare bits with rows that are prepared for pages without codes, and quantised by the definition."""
+    from attention.gpu.prepare import HeadNorm, prepare  # noqa: PLC0415 - in the interpreter
+    from kvcache.gpu.write import Scales  # noqa: PLC0415
+
+    torch.manual_seed(0)
+    sizes = (case.heads * case.dim, case.kv_heads * case.dim, case.kv_heads * case.value_dim)
+    packed, angles = (
+        torch.randn(ROWS, sum(sizes), device=device),
+        angles_of(case.kind, case.rotary_dim, device),
+    )
+    norm = HeadNorm(torch.randn(case.dim, device=device), EPS)
+    slots, dims = torch.tensor(SLOTS, device=device), (case.dim, case.value_dim)
+
+    def run(pages: list[Tensor], scales: Any) -> Tensor:
+        parts = packed.clone().split(sizes, dim=-1)
+        query, key = (part.unflatten(-1, (-1, case.dim)) for part in parts[:2])
+        value = parts[2].unflatten(-1, (-1, case.value_dim))
+        prepare(query, key, value, angles, slots, *pages, query_norm=norm, key_norm=norm, scales=scales)
+        changed: Tensor = query.clone()
+        return changed
+
+    plain = [torch.zeros(3, case.kv_heads, 16, dim, device=device) for dim in dims]
+    coded = [torch.zeros(page.shape, dtype=codes, device=device) for page in plain]
+    scales = Scales(*(torch.full((3, case.kv_heads, 16), 7.0, device=device) for _ in dims))
+    assert torch.equal(run(plain, None), run(coded, scales))
+    for page, code, scale in zip(plain, coded, scales, strict=True):
+        wanted, wanted_scale = quantised(page, codes)
+        assert torch.equal(code.float(), wanted.float())
+        for slot in (slot for slot in SLOTS if slot >= 0):
+            at = slot // 16, slice(None), slot % 16
+            assert torch.equal(scale[at], wanted_scale[..., 0][at])
+        assert int((scale != 7.0).sum()) == 5 * case.kv_heads, "padded rows must not be written"
+
+
+@pytest.mark.parametrize("codes", FORMATS)
+@pytest.mark.parametrize("case", some_fast(CASES, "part of a head"))
+def test_codes_are_written_after_the_norm_and_rotation(
+    on_device: OnDevice, codes: torch.dtype, case: Case
+) -> None:
+    on_device(prepare_codes, codes, case)
+
+
 @pytest.mark.parametrize("case", some_fast(CASES, "normed, halves", "not normed, half angles"))
 def test_queries_keys_and_values_are_prepared_as_by_separate_steps(on_device: OnDevice, case: Case) -> None:
     on_device(prepare_heads, case)
@@ -130,6 +174,41 @@ def prepare_rows_of_latents(device: str, kind: str) -> None:
     prepare_latents(query, both, HeadNorm(weight, EPS), angles, slots, pages)
     torch.testing.assert_close(query, want_query, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(pages, want_pages, atol=1e-5, rtol=1e-5)
+
+
+def prepare_codes_of_latents(device: str, codes: torch.dtype) -> None:
+    """Compare bits with rows that are prepared for pages without codes, and quantised by the definition."""
+    from attention.gpu.prepare import HeadNorm, prepare_latents  # noqa: PLC0415 - in the interpreter
+    from kvcache.gpu.write import Scales  # noqa: PLC0415
+
+    torch.manual_seed(0)
+    heads, unrotated, rotary, latent = 5, 6, 8, 12
+    packed = torch.randn(ROWS, heads * (unrotated + rotary) + latent + rotary, device=device)
+    norm, angles = HeadNorm(torch.randn(latent, device=device), EPS), angles_of("sorted", rotary, device)
+    slots = torch.tensor(SLOTS, device=device)
+
+    def run(pages: Tensor, scales: Any) -> Tensor:
+        query, both = packed.clone().split((heads * (unrotated + rotary), latent + rotary), dim=-1)
+        query = query.unflatten(-1, (heads, -1))
+        prepare_latents(query, both, norm, angles, slots, pages, scales)
+        changed: Tensor = query.clone()
+        return changed
+
+    plain = torch.zeros(3, 16, latent + rotary, device=device)
+    coded = torch.zeros(plain.shape, dtype=codes, device=device)
+    scales = Scales(*(torch.zeros(3, 1, 16, device=device) for _ in range(2)))
+    assert torch.equal(run(plain, None), run(coded, scales))
+    for dims, scale in ((slice(0, latent), scales.keys), (slice(latent, None), scales.values)):
+        wanted, wanted_scale = quantised(plain[..., dims], codes)
+        assert torch.equal(coded[..., dims].float(), wanted.float())
+        assert torch.equal(scale[:, 0], wanted_scale[..., 0])
+
+
+@pytest.mark.parametrize("codes", FORMATS)
+def test_codes_of_latents_are_written_after_the_norm_and_rotation(
+    on_device: OnDevice, codes: torch.dtype
+) -> None:
+    on_device(prepare_codes_of_latents, codes)
 
 
 @pytest.mark.parametrize("kind", ["sorted", pytest.param("halves", marks=pytest.mark.slow)])

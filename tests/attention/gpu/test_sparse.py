@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from kvcache.paged_cache import LayerShape
 from kvcache.step import Span
 from tests.conftest import OnDevice
+from tests.support.cached_codes import FORMATS, quantised, rounded, rounded_row
 from tests.support.models import pools
 from tests.support.models.pools import Index, pooling_of, shape_of
 
@@ -25,22 +26,48 @@ class Filled:
     """A step over shuffled blocks, with pages of latents and of index keys. If `values` > 0, it is the number of distinct keys."""
 
     def __init__(
-        self, device: str, spans: list[tuple[int, int]], *, num_decodes: int = 0, values: int = 0
+        self,
+        device: str,
+        spans: list[tuple[int, int]],
+        *,
+        num_decodes: int = 0,
+        values: int = 0,
+        codes: torch.dtype | None = None,
     ) -> None:
         from kvcache.gpu.cache import DeviceCache  # noqa: PLC0415 - in the interpreter
         from kvcache.gpu.step import DeviceStep  # noqa: PLC0415
 
         generator, place = torch.Generator().manual_seed(4), torch.device(device)
-        shape = LayerShape(num_kv_heads=1, key_dim=LATENT + ROTARY, latent=True, index_dim=DIM)
+        shape = LayerShape(num_kv_heads=1, key_dim=LATENT + ROTARY, latent=True, index_dim=DIM, codes=codes)
         self.step = DeviceStep(max_tokens=128, max_sequences=8, max_blocks=6, block_tokens=16, device=place)
         self.cache = DeviceCache([shape], 16, dtype=torch.float32, device=place)
         self.cache.step = self.step
         pages = torch.randn(self.cache.indexes[0].shape, generator=generator)
         if values:
             pages = pages.flatten(0, 1)[:values][torch.randint(values, (16, 16), generator=generator)]
-        self.cache.indexes[0].copy_(pages)
-        self.cache.keys[0].copy_(torch.randn(self.cache.keys[0].shape, generator=generator))
+        latents = torch.randn(self.cache.keys[0].shape, generator=generator)
+        if codes is None:
+            self.cache.indexes[0].copy_(pages)
+            self.cache.keys[0].copy_(latents)
+        else:
+            self.store_codes(pages, latents, codes)
+        # As stored, on the CPU.
+        self.index_keys, self.latents = rounded(pages, codes), rounded_row(latents, shape, LATENT)
         self.fill(spans, num_decodes)
+
+    def store_codes(self, pages: Tensor, latents: Tensor, codes: torch.dtype) -> None:
+        """Store pages of index keys and of latents as codes, and their scales."""
+        scales, index_scale = self.cache.scales[0], self.cache.index_scales[0]
+        assert scales is not None and index_scale is not None
+        (latent, of_latent), (rotary, of_rotary), (index, of_index) = (
+            quantised(each, codes) for each in (latents[..., :LATENT], latents[..., LATENT:], pages)
+        )
+        self.cache.keys[0].view(torch.uint8).copy_(
+            torch.cat([each.view(torch.uint8) for each in (latent, rotary)], -1)
+        )
+        self.cache.indexes[0].view(torch.uint8).copy_(index.view(torch.uint8))
+        for to, scale in ((scales.keys, of_latent), (scales.values, of_rotary), (index_scale, of_index)):
+            to[:, 0].copy_(scale[..., 0])
 
     def fill(self, spans: list[tuple[int, int]], num_decodes: int = 0, first: int = 0) -> None:
         """Fill the step with sequences, numbered from `first` on."""
@@ -71,7 +98,7 @@ class Filled:
         query, weight = (each.cpu().double() for each in self.drawn())
         found: list[list[int]] = []
         for (start, length), table in zip(self.spans, self.tables(), strict=True):
-            own = self.cache.indexes[0].cpu()[table].flatten(0, 1).double()
+            own = self.index_keys[table].flatten(0, 1).double()
             for position in range(start, start + length):
                 row = len(found)
                 scores = weight[row] @ (query[row] @ own[: position + 1].T * SCALE).relu()
@@ -86,8 +113,8 @@ class Filled:
         ]
 
 
-def check_choice(device: str, count: int, values: int) -> None:
-    filled = Filled(device, SPANS, values=values)
+def check_choice(device: str, count: int, values: int, codes: torch.dtype | None = None) -> None:
+    filled = Filled(device, SPANS, values=values, codes=codes)
     chosen = filled.choose(count)
     for row, wanted in enumerate(filled.wanted(count)):
         assert chosen[row].tolist() == wanted + [-1] * (count - len(wanted)), row
@@ -109,7 +136,7 @@ def check_rows_of_their_own(device: str) -> None:
         assert torch.equal(few.choose(8), together)
 
 
-def check_attention(device: str, has_sinks: bool, heads: int) -> None:
+def check_attention(device: str, has_sinks: bool, heads: int, codes: torch.dtype | None = None) -> None:
     """Attend to all tokens, and to few."""
     from attention.gpu import organ  # noqa: PLC0415
 
@@ -118,14 +145,14 @@ def check_attention(device: str, has_sinks: bool, heads: int) -> None:
         layer_idx=0, qk_rope_head_dim=ROTARY, v_head_dim=VALUES,
         kv_b_proj=nn.Linear(LATENT, heads * (UNROTATED + VALUES), bias=False, device=device),
     )  # fmt: skip
-    filled = Filled(device, SPANS)
+    filled = Filled(device, SPANS, codes=codes)
     sinks = torch.randn(heads).to(device) if has_sinks else None
     query = torch.randn(1, heads, filled.step.num_padded, UNROTATED + ROTARY).to(device)
     value = torch.empty(1, 1, filled.step.num_padded, VALUES, device=device)
     key_HUL, value_HVL = (
         module.kv_b_proj.weight.detach().cpu().double().view(heads, -1, LATENT).split([UNROTATED, VALUES], 1)
     )
-    latents = filled.cache.keys[0].cpu().flatten(0, 1).double()
+    latents = filled.latents.flatten(0, 1).double()
     for count in (9, 100):
         chosen = filled.choose(count)
         with (
@@ -165,6 +192,16 @@ def test_what_is_chosen_does_not_depend_on_what_is_beside(on_device: OnDevice) -
 @pytest.mark.parametrize(("has_sinks", "heads"), [(False, 4), pytest.param(True, 20, marks=pytest.mark.slow)])
 def test_attention_reads_chosen_tokens_only(has_sinks: bool, heads: int, on_device: OnDevice) -> None:
     on_device(check_attention, has_sinks, heads)
+
+
+@pytest.mark.parametrize("codes", FORMATS)
+def test_codes_of_index_keys_are_chosen_by_their_values(codes: torch.dtype, on_device: OnDevice) -> None:
+    on_device(check_choice, 7, 6, codes)
+
+
+@pytest.mark.parametrize("codes", FORMATS)
+def test_attention_reads_codes_of_chosen_tokens(codes: torch.dtype, on_device: OnDevice) -> None:
+    on_device(check_attention, False, 4, codes)
 
 
 def pools_on(device: str, size: int, num_chosen: int, is_alike: bool = False) -> Index:

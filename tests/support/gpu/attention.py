@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attention import reference
 from kvcache.step import Span, Step
+from tests.support.cached_codes import quantised
 
 BLOCK = 16
 SCALE = 0.2
@@ -24,11 +25,12 @@ class Heads(NamedTuple):
 
 
 class Paged(NamedTuple):
-    """A step over shuffled blocks. Its token-major pages hold NaN in all rows without a token."""
+    """A step over shuffled blocks. Its token-major pages, or the scales of pages of codes, hold NaN in all rows without a token."""
 
     step: Step
     keys_NGBD: Tensor
     values_NGBV: Tensor
+    scales: tuple[Tensor, Tensor] | None = None  # [N, G, B] of keys and values
 
     def of(self, sequences: int | slice) -> tuple[Tensor, Tensor]:
         """Return contexts and block tables of the first sequences, or of a slice, on the pages' device."""
@@ -38,7 +40,18 @@ class Paged(NamedTuple):
 
     def to(self, device: str) -> Self:
         """Return a copy with its pages on a device."""
-        return self._replace(keys_NGBD=self.keys_NGBD.to(device), values_NGBV=self.values_NGBV.to(device))
+        moved = self._replace(keys_NGBD=self.keys_NGBD.to(device), values_NGBV=self.values_NGBV.to(device))
+        if self.scales is None:
+            return moved
+        return moved._replace(scales=(self.scales[0].to(device), self.scales[1].to(device)))
+
+    def decoded(self) -> tuple[Tensor, Tensor]:
+        """Return keys and values in float32 on the CPU."""
+        pages = self.keys_NGBD.float().cpu(), self.values_NGBV.float().cpu()
+        if self.scales is None:
+            return pages
+        keys, values = (page * scale.cpu()[..., None] for page, scale in zip(pages, self.scales, strict=True))
+        return keys, values
 
 
 def some_fast(cases: Mapping[str, Any], *fast: str) -> list[Any]:
@@ -55,7 +68,12 @@ def dtypes_on(device: str, dtype: torch.dtype) -> list[torch.dtype]:
     return [dtype] if device == "cpu" else [dtype, torch.bfloat16]
 
 
-def make_paged(spans: list[tuple[int, int]], heads: Heads, dtype: torch.dtype = torch.float32) -> Paged:
+def make_paged(
+    spans: list[tuple[int, int]],
+    heads: Heads,
+    dtype: torch.dtype = torch.float32,
+    codes: torch.dtype | None = None,
+) -> Paged:
     """Place sequences, given as (tokens cached, tokens of this step), on shuffled blocks of the CPU."""
     torch.manual_seed(sum(map(sum, spans)))
     counts = [-(-sum(span) // BLOCK) for span in spans]
@@ -80,15 +98,24 @@ def make_paged(spans: list[tuple[int, int]], heads: Heads, dtype: torch.dtype = 
         values = torch.randn(len(order), heads.kv_heads, BLOCK, dim)
         return values.masked_fill(~is_held[:, None, :, None], float("nan")).to(dtype)
 
-    return Paged(step, pages(heads.key_dim), pages(heads.value_dim))
+    keys, values = pages(heads.key_dim), pages(heads.value_dim)
+    if codes is None:
+        return Paged(step, keys, values)
+    (key_codes, key_scales), (value_codes, value_scales) = (
+        quantised(page.nan_to_num(0.0), codes) for page in (keys, values)
+    )
+    scales = [
+        scale[..., 0].masked_fill(~is_held[:, None], float("nan")) for scale in (key_scales, value_scales)
+    ]
+    return Paged(step, key_codes, value_codes, (scales[0], scales[1]))
 
 
 def oracle(query_THD: Tensor, paged: Paged, **options: Any) -> Tensor:
     """Attend in float32 on the CPU, one sequence at a time."""
-    keys_NGDB = paged.keys_NGBD.float().cpu().transpose(2, 3)
+    keys_NGBD, values_NGBV = paged.decoded()
     options = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in options.items()}
     return reference.paged_attention(
-        query_THD.float().cpu().transpose(0, 1), keys_NGDB, paged.values_NGBV.float().cpu(), paged.step,
+        query_THD.float().cpu().transpose(0, 1), keys_NGBD.transpose(2, 3), values_NGBV, paged.step,
         scale=SCALE, **options,
     )  # fmt: skip
 
