@@ -261,7 +261,7 @@ def _gathered(module: Any, pages: DeviceCache, layer: int, block_X: Tensor) -> T
         return latents_NBC[block_X]
     # As bytes: torch does not index float8.
     code_XBC = latents_NBC.view(torch.uint8)[block_X].view(latents_NBC.dtype).float()
-    parts = code_XBC.split((code_XBC.shape[2] - module.qk_rope_head_dim, module.qk_rope_head_dim), -1)
+    parts = code_XBC[..., : -module.qk_rope_head_dim], code_XBC[..., -module.qk_rope_head_dim :]
     decoded = (part * scale[block_X, 0][..., None] for part, scale in zip(parts, scales, strict=True))
     return torch.cat(list(decoded), -1)
 
