@@ -8,6 +8,7 @@ Legend: T tokens (padded rows), V vocabulary, R rows that need logits.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from attention.recurrences import mixers
 from attention.transformers_names import CACHE
 from dispatch.dispatched import TokenDispatcher
 from expert_placement.placement import EMPTY, Placement
+from kvcache.codes import CODES
 from kvcache.paged_cache import PagedCache
 from kvcache.step import Step
 from moe.backend import Backend, ExpertLayer
@@ -50,7 +52,9 @@ from moe.text_part import body_of, project, use_attention
 class Skeleton:
     """A model on the meta device. Its structure and its needs are known; nothing is read or allocated yet."""
 
-    def __init__(self, directory: Path, backend: Backend = CPU, *, has_mtp: bool = False) -> None:
+    def __init__(
+        self, directory: Path, backend: Backend = CPU, *, has_mtp: bool = False, kv_cache_dtype: str = "auto"
+    ) -> None:
         """Read the configuration and build the modules.
 
         Args:
@@ -58,6 +62,7 @@ class Skeleton:
             backend: Backend of the device that the model will run on.
             has_mtp: Include the checkpoint's multi-token-prediction layers, for `Model.draft`. `cache_shapes` and `experts`
                 then list them after the decoder's layers. Otherwise they are not read.
+            kv_cache_dtype: Format of the KV cache, a key of `kvcache.codes.CODES`.
 
         Raises:
             UnsupportedModelError: The model cannot be served; the message gives the reason.
@@ -69,7 +74,8 @@ class Skeleton:
         mtp_layers = find_mtp_layers(directory, config) if has_mtp else ()
         self.model: PreTrainedModel = build_on_meta(config, backend.model_dtype, mtp_layers)
         experts_modules(self.model)  # refuses a model without experts before the rehearsal
-        self.cache_shapes = rehearse(self.model)
+        codes = CODES[kv_cache_dtype]
+        self.cache_shapes = [replace(shape, codes=codes) for shape in rehearse(self.model)]
         self.experts = experts_modules(self.model)
         self.num_experts = int(next(iter(self.experts.values())).num_experts)
         problem = backend.why_unserved(self.model, self.cache_shapes, self.quantisation)

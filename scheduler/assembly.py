@@ -136,7 +136,9 @@ def assemble(
     check_compiler(config)
     torch.set_num_threads(1)  # torch's own operations are too small to share; kernels have their own threads
     backend = backend_of(config)
-    skeleton = Skeleton(config.directory, backend, has_mtp=config.has_mtp)
+    skeleton = Skeleton(
+        config.directory, backend, has_mtp=config.has_mtp, kv_cache_dtype=config.kv_cache_dtype
+    )
     length = model_length(skeleton.model.config.get_text_config(decoder=True), config.max_model_len)
     memory = memory or device_memory(backend.device)
     measurement = None if memory is None or is_joining else Measurement(memory)

@@ -80,6 +80,7 @@ class EngineSettings:
     # How long an engine tries to reach the front after it has lost it, or after a restart.
     front_recovery_timeout_s: float = 60.0
     kv_cache_bytes: int | None = None  # per rank
+    kv_cache_dtype: str = "auto"  # fp8 or int8: codes of eight bits with scales (`kvcache.codes`)
     enable_prefix_caching: bool = True
     mamba_cache_mode: str | None = None  # for recurrent layers: see `keeps_snapshots`; None is align
     kv_offloading_bytes: int = 0  # of host memory for KV blocks, shared by the ranks of a node; 0: none

@@ -326,7 +326,10 @@ class _Front:
 
     def _attach(self, facts: RankFacts) -> None:
         self._nodes.note(facts.rank, facts.node, facts.num_restarts)
-        self._metrics.note_rank(facts, enable_prefix_caching=self._options.engine.enable_prefix_caching)
+        engine = self._options.engine
+        self._metrics.note_rank(
+            facts, cache_dtype=engine.kv_cache_dtype, enable_prefix_caching=engine.enable_prefix_caching
+        )
         self._http.experts_load.note_rank(facts.rank, facts.host)
         self._http.requests.note_rank(facts)
         if facts.served is not None:

@@ -163,6 +163,8 @@ def _decisions(
         return _Row(label, value, "flag" if is_said else "default")
 
     kv_bytes = f", {_size(facts['kv_cache_bytes'])} per rank" if facts else ""
+    if options.engine.kv_cache_dtype != "auto":
+        kv_bytes += f", in {options.engine.kv_cache_dtype}"
     at_once = capacity and min(capacity.requests, capacity.kv_tokens / capacity.max_len)
     return [
         row("model", f"{_model_type(facts)}{asked.model}", "model"),
@@ -172,7 +174,7 @@ def _decisions(
         row("rebalancing", "on" if options.enable_eplb else "off", "enable_eplb", "eplb_config"),
         row("dispatch", str(facts.get("dispatch", "")), "all2all_backend", "dispatch_mode", "dispatch_dtype"),
         row("weights", f"{_weights(options, facts)}, {_size(rank_bytes(options, ranks))} per rank", "dtype", "quantization"),
-        row("KV cache", f"{capacity.kv_tokens:,} tokens{kv_bytes}" if capacity else "", "kv_cache_bytes", "gpu_memory_utilization"),
+        row("KV cache", f"{capacity.kv_tokens:,} tokens{kv_bytes}" if capacity else "", "kv_cache_bytes", "gpu_memory_utilization", "kv_cache_dtype"),
         row("KV tiers", _tiers(options), "kv_offloading_bytes", "kv_offloading_dir"),
         row(
             "in parallel", f"{at_once:.1f} requests of {capacity.max_len:,} tokens, up to {capacity.requests} shorter ones"

@@ -230,6 +230,44 @@ def test_fp8_dispatch_gives_the_same_bits_on_any_ranks_and_close_answers(
         assert {key: value for part in parts for key, value in part.items()} == wanted
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_num_batched_tokens": 16, "max_num_seqs": 4},
+        {"preempts": True},
+        pytest.param({"max_num_batched_tokens": 23, "max_num_seqs": 8, "threads": 2}, marks=pytest.mark.slow),
+    ],
+    ids=["chunks of 16", "preemption", "two threads"],
+)
+def test_a_cache_in_8_bits_gives_the_same_bits_in_any_batch_and_close_answers(
+    served_alone: tuple[Path, Answers], kv_cache_dtype: str, settings: dict[str, Any]
+) -> None:
+    directory, plain = served_alone
+    coded = {"kv_cache_dtype": kv_cache_dtype}
+    wanted = answers_of(directory, True, 1, enable_prefix_caching=False, **coded)
+    assert wanted != plain
+    firsts = [
+        abs(mine[0][1] - wanted[key][0][1]) for key, mine in plain.items() if mine[0][0] == wanted[key][0][0]
+    ]
+    assert 0 < max(firsts) < 0.5
+    assert answers_of(directory, False, 2, **settings, **coded) == wanted
+
+
+@one_family_first
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
+def test_a_cache_in_8_bits_gives_the_same_bits_on_two_ranks(
+    served_alone: tuple[Path, Answers], kv_cache_dtype: str, pool_of: PoolOf
+) -> None:
+    directory, _ = served_alone
+    coded = {"kv_cache_dtype": kv_cache_dtype}
+    wanted = answers_of(directory, True, 1, enable_prefix_caching=False, **coded)
+    parts = pool_of(2).run(
+        answers_on_rank, directory, 1, {**coded, "max_num_batched_tokens": 40, "max_num_seqs": 8}
+    )
+    assert {key: value for part in parts for key, value in part.items()} == wanted
+
+
 @pytest.mark.parametrize("served_alone", ["qwen3_moe"], indirect=True, scope="module")
 def test_the_comparison_sees_a_single_changed_weight(served_alone: tuple[Path, Answers]) -> None:
     directory, alone = served_alone

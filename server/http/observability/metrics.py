@@ -175,7 +175,7 @@ class Metrics:
         self._cache_config = Gauge(
             "vllm:cache_config_info",
             "KV cache configuration of a rank.",
-            (*LABELS, "block_size", "num_gpu_blocks", "enable_prefix_caching"),
+            (*LABELS, "block_size", "cache_dtype", "num_gpu_blocks", "enable_prefix_caching"),
             registry=self._registry,
         )
         sleep = make.labelled(
@@ -264,7 +264,7 @@ class Metrics:
     def _write(self, found: "_Found") -> bytes:
         return bytes(generate_latest(self._registry) + generate_latest(found))
 
-    def note_rank(self, facts: RankFacts, *, enable_prefix_caching: bool) -> None:
+    def note_rank(self, facts: RankFacts, *, cache_dtype: str, enable_prefix_caching: bool) -> None:
         """Record an attached rank's facts."""
         if facts.served is None:  # a new engine, which counts from 0
             self._last.pop(facts.rank, None)
@@ -272,8 +272,8 @@ class Metrics:
         self.throughput.note_rank(facts)
         self.tiers.note_rank(facts)
         labels = (
-            *(self._families.model_name, str(facts.rank), str(facts.block_tokens), str(facts.num_blocks)),
-            str(enable_prefix_caching),
+            *(self._families.model_name, str(facts.rank), str(facts.block_tokens), cache_dtype),
+            *(str(facts.num_blocks), str(enable_prefix_caching)),
         )
         self._cache_labels[facts.rank] = labels
         self._cache_config.labels(*labels).set(1)

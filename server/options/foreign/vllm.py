@@ -217,13 +217,8 @@ _PARALLEL = (
 )  # fmt: skip
 _CACHE = (
     *harmless("a block has 16 tokens", fits=of(16), otherwise="a block has 16 tokens on every device; leave it out", values="--block-size"),
-    *harmless(
-        "keys and values have the model's data type", fits=of("auto"),
-        otherwise="keys and values have the model's data type; if memory is short, use a smaller --max-model-len or "
-        "a larger --kv-cache-memory",
-        values="--kv-cache-dtype",
-    ),
-    *refused("keys and values have the model's data type; leave it out", lists="--kv-cache-dtype-skip-layers", switches="--calculate-kv-scales"),
+    *refused("all layers store their keys and values in one format; leave it out", lists="--kv-cache-dtype-skip-layers"),
+    *harmless("every token and head has its own scale", switches="--calculate-kv-scales"),
     *refused("the KV cache is sized in bytes: --kv-cache-memory", values="--num-gpu-blocks-override"),
     *harmless("answers do not depend on the hash of prefixes", values="--prefix-caching-hash-algo"),
     *refused(
@@ -382,7 +377,7 @@ SAME_AS_VLLM = (
     "--ssl-certfile --ssl-keyfile --root-path --allowed-origins --allowed-methods --allowed-headers --allow-credentials "
     "--shutdown-timeout --chat-template --tokenizer-mode --tool-call-parser --reasoning-parser --enable-per-request-metrics "
     "--data-parallel-size -dp --enable-eplb --eplb-config --all2all-backend --distributed-timeout-seconds "
-    "--gpu-memory-utilization --kv-cache-memory-bytes --kv-offloading-size --enable-prefix-caching --mamba-cache-mode --max-num-seqs "
+    "--gpu-memory-utilization --kv-cache-memory-bytes --kv-cache-dtype --kv-offloading-size --enable-prefix-caching --mamba-cache-mode --max-num-seqs "
     "--max-num-batched-tokens --max-num-queued-reqs --scheduling-policy --enforce-eager --log-level --uvicorn-log-level --enable-log-requests "
     "--disable-uvicorn-access-log --disable-access-log-for-endpoints --otlp-traces-endpoint --disable-log-stats "
     "--speculative-config -sc"
@@ -396,6 +391,7 @@ DIFFERS_FROM_VLLM = {  # flag of the same name -> the difference
     "--seed": "requests without a seed get one from it, in order of arrival; by default their seeds are random",
     "--kv-cache-memory-bytes": "both 2g and 2G are 2 GiB",
     "--kv-offloading-size": "a plain number counts GiB, as in vLLM; 20G is accepted too; all ranks of a node share it",
+    "--kv-cache-dtype": "auto, fp8 (e4m3) and int8, with a scale per token and head",
     "--max-model-len": "8k is 8,000 and 8K is 8,192, as in vLLM",
     "--max-num-batched-tokens": "counts the tokens of one rank's step",
     "--enable-log-requests": "does not shorten prompts",

@@ -20,9 +20,9 @@ from server.tools.bench.flags import objectives
 PLACEMENT_NAMES = ("linear", "even", "repair")
 _SERVED = (
     "data_parallel_size", "dtype", "quantization", "eplb_config", "max_model_len", "max_num_seqs",
-    "max_num_batched_tokens", "target_itl_ms", "kv_cache_memory", "gpu_memory_utilization", "enable_prefix_caching",
+    "max_num_batched_tokens", "target_itl_ms", "kv_cache_memory", "kv_cache_dtype", "gpu_memory_utilization", "enable_prefix_caching",
 )  # fmt: skip
-_OF_A_ROOFLINE = ("dtype", "quantization", "kv_cache_memory", "gpu_memory_utilization")
+_OF_A_ROOFLINE = ("dtype", "quantization", "kv_cache_memory", "kv_cache_dtype", "gpu_memory_utilization")
 SERVED_OPTIONS = tuple(option for option in OPTIONS if option.keyword in _SERVED)
 _EXAMPLE = """\
 examples:

@@ -24,9 +24,9 @@ from server.tools.simulate.flags import SimulateOptions
 from server.tools.simulate.measured import MeasuredTimes
 from server.tools.simulate.rank import RankLimits
 from server.tools.size.devices import device_named
-from server.tools.size.fit import rank_memory
+from server.tools.size.fit import engine_of, rank_memory
 from server.tools.size.read_model import read_model
-from server.tools.size.roofline import WIDEEP, WIDEEP_CPU, Roofline
+from server.tools.size.roofline import Roofline
 from server.tools.size.step_times import StepTimes
 
 DEFAULT_RANKS = 8  # of a service with a roofline
@@ -74,6 +74,7 @@ def from_roofline(asked: SimulateOptions, placement: str) -> Subject:
         float_bytes=float_bytes(options),
         max_model_len=engine.max_model_len,
         quantization=engine.quantization,
+        kv_cache_dtype=engine.kv_cache_dtype,
     )
     memory = rank_memory(model, device, options, num_ranks)
     expert_layers = [layers.each for layers in model.costs.layers if layers.each.num_experts]
@@ -94,7 +95,7 @@ def from_roofline(asked: SimulateOptions, placement: str) -> Subject:
         times=Roofline(
             model.costs,
             device.shared_by(min(num_ranks, device.node_ranks)),
-            WIDEEP_CPU if device.is_cpu else WIDEEP,
+            engine_of(device, options),
             slots_per_rank=memory.slots_per_rank,
         ),
         experts=ExpertModel(

@@ -19,13 +19,14 @@ from server.tools.size.fit import (
     RankMemory,
     SizeError,
     TierSize,
+    engine_of,
     rank_memory,
     replica_tokens,
     tier_sizes,
 )
 from server.tools.size.flags import SizeOptions
 from server.tools.size.read_model import ReadModel
-from server.tools.size.roofline import WIDEEP, WIDEEP_CPU, Roofline
+from server.tools.size.roofline import Roofline
 
 _MOST_RANKS = 512
 
@@ -134,7 +135,7 @@ class Sizing:
             SizeError: Requests are longer than a sequence may be.
         """
         self._model, self._device, self._options, self._asked = model, device, options, asked
-        self._engine = WIDEEP_CPU if device.is_cpu else WIDEEP
+        self._engine = engine_of(device, options)
         self._balances: dict[tuple[int, int, bool], float] = {}
         if asked.input_tokens + asked.output_tokens > model.longest:
             raise SizeError(

@@ -82,6 +82,7 @@ def read_model(
     float_bytes: float | None,
     max_model_len: int | None = None,
     quantization: str | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> ReadModel:
     """Read a model's directory or a single config.json.
 
@@ -89,6 +90,7 @@ def read_model(
         on_gpu: Check that GPU kernels support the model; otherwise CPU kernels.
         float_bytes: Bytes per number that is not quantised. None keeps the checkpoint's type.
         quantization: Quantisation on load.
+        kv_cache_dtype: Format of the KV cache, a key of `kvcache.codes.CODES`.
 
     Raises:
         PreflightError: The model has no experts, its files are damaged, or it is already quantised.
@@ -97,7 +99,9 @@ def read_model(
     """
     if path.is_dir():
         check_quantisation(read_config(path), path, asked=quantization)
-        return _read(path, BACKENDS[on_gpu], float_bytes, max_model_len, path.resolve().name, str(path))
+        return _read(
+            path, BACKENDS[on_gpu], float_bytes, max_model_len, path.resolve().name, str(path), kv_cache_dtype
+        )
     if not path.is_file():
         raise PreflightError(
             f"{path} does not exist; give a model's directory or its config.json (nothing is downloaded)"
@@ -109,7 +113,14 @@ def read_model(
             shutil.copy(beside, folder)
         try:
             check_quantisation(read_config(Path(folder)), path.parent, asked=quantization)
-            return _read(Path(folder), BACKENDS[on_gpu], float_bytes, max_model_len, str(path))
+            return _read(
+                Path(folder),
+                BACKENDS[on_gpu],
+                float_bytes,
+                max_model_len,
+                str(path),
+                kv_cache_dtype=kv_cache_dtype,
+            )
         except (PreflightError, UnsupportedModelError) as error:
             named = str(error).replace(f"{folder}/config.json", str(path)).replace(folder, str(path))
             raise type(error)(named) from error
@@ -129,10 +140,11 @@ def _read(
     max_model_len: int | None,
     name: str,
     path: str = "MODEL",
+    kv_cache_dtype: str = "auto",
 ) -> ReadModel:
     config = read_config(directory)
     check_is_moe(config, Path(name))
-    skeleton = Skeleton(directory, backend)
+    skeleton = Skeleton(directory, backend, kv_cache_dtype=kv_cache_dtype)
     plain_bytes = float_bytes or _plain_bytes(config)
     costs = _costs(skeleton, config, plain_bytes)
     has_files = any(directory.glob("*.safetensors"))

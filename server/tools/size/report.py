@@ -233,6 +233,7 @@ def _command(sized: Sized) -> str:
         ("--quantization", engine.quantization),
         ("--mamba-cache-mode", engine.mamba_cache_mode),
         ("--kv-cache-memory", engine.kv_cache_bytes),
+        ("--kv-cache-dtype", None if engine.kv_cache_dtype == "auto" else engine.kv_cache_dtype),
         ("--gpu-memory-utilization", options.gpu_memory_utilization),
         ("--kv-offloading-size", _size_flag(engine.kv_offloading_bytes)),
         ("--kv-offloading-dir", engine.kv_offloading_dir),

@@ -58,6 +58,7 @@ def size(args: argparse.Namespace, asked: SizeOptions) -> Sized:
         float_bytes=float_bytes(options),
         max_model_len=options.engine.max_model_len,
         quantization=options.engine.quantization,
+        kv_cache_dtype=options.engine.kv_cache_dtype,
     )
     sizing = Sizing(model, device, options, asked)
     has_target = asked.tpot_s is not None or asked.ttft_s is not None

@@ -12,8 +12,8 @@ from torch import fx
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.moe.load.test_quantising import quantised_oracle
-from tests.support.engines.serving import request, serve
-from tests.support.gpu.path import Part, build_interpreted, mixed_steps, run_steps
+from tests.support.engines.serving import build, request, serve
+from tests.support.gpu.path import SETTINGS, Part, build_interpreted, mixed_steps, run_steps
 from tests.support.models.families import VOCABULARY, make_model, write_checkpoint
 from tests.support.models.published import write_published
 from tests.support.models.quantise import write_quantised
@@ -133,6 +133,33 @@ def check_oracle(
         assert not found.graph_breaks
         assert {"wideep.write_layer", "wideep.attend", "wideep.experts"} <= found.operators
     return found
+
+
+def answer_alone(directory: Path, sequences: list[list[int]], **settings: Any) -> list[np.ndarray]:
+    """Run sequences in mixed steps."""
+    return run_steps(build_interpreted(directory, **settings), sequences, mixed_steps(LENGTHS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
+def test_a_cache_in_8_bits_gives_the_logits_of_a_cpu_s(
+    family: str, kv_cache_dtype: str, interpreter: RankPool, tmp_path: Path
+) -> None:
+    """Not to the bit: a last digit decides how a number is rounded. A cache that is not rounded is much further away."""
+    write_checkpoint(family, tmp_path)
+    generator = torch.Generator().manual_seed(5)
+    sequences = [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in LENGTHS]
+    found = interpreter.run(
+        partial(answer_alone, kv_cache_dtype=kv_cache_dtype), tmp_path, sequences, timeout_s=500.0
+    )[0]
+    wanted, plain = (
+        run_steps(build(tmp_path, **{**SETTINGS, **settings}), sequences, mixed_steps(LENGTHS))
+        for settings in ({"kv_cache_dtype": kv_cache_dtype}, {})
+    )
+    for ours, coded, exact in zip(found, wanted, plain, strict=True):
+        assert np.abs(ours - coded).mean() < 0.2 * np.abs(exact - coded).mean()
+        assert np.abs(ours - exact).mean() > 0.5 * np.abs(exact - coded).mean()
 
 
 @pytest.mark.slow

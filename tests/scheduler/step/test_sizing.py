@@ -1,8 +1,10 @@
 """How a rank's cache memory is divided into blocks and states."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvcache.paged_cache import BLOCK_TOKENS, LayerShape, StateShape
 from scheduler.policy.config import ConfigError
@@ -26,6 +28,14 @@ def size(
 def test_without_states_all_memory_is_blocks_as_many_as_all_requests_need() -> None:
     assert size(12 * BLOCK, ATTENTION) == (12, 0)
     assert size(1 << 30, ATTENTION) == (40, 0)
+
+
+def test_more_blocks_of_codes_fit() -> None:
+    """A token's key and value take 32 bytes per head, and their scales 8, instead of 128."""
+    coded = replace(ATTENTION, codes=torch.int8)
+    assert coded.token_bytes == 2 * (32 + 8) == ATTENTION.token_bytes // 16 * 5
+    assert size(12 * BLOCK, coded, seqs=64) == (12 * 16 // 5, 0)
+    assert ATTENTION.device_token_bytes(2) == 128 and coded.device_token_bytes(2) == 80
 
 
 def test_states_take_at_most_half_and_what_requests_and_snapshots_need() -> None:

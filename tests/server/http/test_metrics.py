@@ -66,7 +66,7 @@ READ_BY_VLLM_DASHBOARDS: dict[str, tuple[str, frozenset[str]]] = {
     "vllm:engine_sleep_state": ("gauge", ENGINE | {"sleep_state"}),
     "vllm:cache_config_info": (
         "gauge",
-        ENGINE | {"num_gpu_blocks", "block_size", "enable_prefix_caching"},
+        ENGINE | {"num_gpu_blocks", "block_size", "cache_dtype", "enable_prefix_caching"},
     ),
     "http_requests": ("counter", frozenset({"method", "handler", "status"})),
     "http_request_duration_seconds": ("histogram", frozenset({"method", "handler"})),
@@ -104,7 +104,7 @@ def metrics() -> Metrics:
         rank=0, world_size=2, host="h", pid=1, max_model_len=9, num_blocks=8, block_tokens=16, max_num_seqs=4,
         max_num_batched_tokens=64, device="cpu",
     )  # fmt: skip
-    made.note_rank(facts, enable_prefix_caching=True)
+    made.note_rank(facts, cache_dtype="int8", enable_prefix_caching=True)
     made.note_stats(
         RankStats(
             rank=0, step=0, num_running=0, num_waiting=0, num_free_blocks=8, num_blocks=8, num_step_tokens=0, num_preemptions=0,

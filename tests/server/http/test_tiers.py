@@ -41,7 +41,7 @@ def metrics() -> Metrics:
     """Metrics of three ranks with tiers: 0 and 1 on one node, 2 on another."""
     made = Metrics("m", 3, has_tiers=True)
     for rank, host in enumerate(("node-0", "node-0", "node-1")):
-        made.note_rank(facts_of(rank, host), enable_prefix_caching=True)
+        made.note_rank(facts_of(rank, host), cache_dtype="auto", enable_prefix_caching=True)
     return made
 
 
@@ -97,11 +97,12 @@ def test_cached_tokens_are_counted_by_tier_and_the_device_has_the_rest(metrics: 
 def test_a_restarted_engine_takes_nothing_back_and_one_that_returns_counts_once(metrics: Metrics) -> None:
     metrics.note_stats(stats_of(0, 5, hits=8, host_hit_tokens=8, num_faults=1))
     metrics.note_lost(0)
-    metrics.note_rank(facts_of(0, served=Served(1, 0, None, 0, None)), enable_prefix_caching=True)  # type: ignore[arg-type]
+    returned = facts_of(0, served=Served(1, 0, None, 0, None))  # type: ignore[arg-type]
+    metrics.note_rank(returned, cache_dtype="auto", enable_prefix_caching=True)
     metrics.note_stats(stats_of(0, 6, hits=9, host_hit_tokens=9, num_faults=1))
     assert values_of(metrics, "vllm:external_prefix_cache_hits_total")["0"] == 9
     metrics.note_lost(0)
-    metrics.note_rank(facts_of(0), enable_prefix_caching=True)
+    metrics.note_rank(facts_of(0), cache_dtype="auto", enable_prefix_caching=True)
     metrics.note_stats(stats_of(0, 1, hits=4, host_hit_tokens=4, num_faults=0))
     assert values_of(metrics, "vllm:external_prefix_cache_hits_total")["0"] == 13
     assert values_of(metrics, "wideep:kv_tier_faults_total")["0"] == 1

@@ -95,7 +95,8 @@ def test_a_sentence_names_flags_that_there_are(flag: ForeignFlag) -> None:
         (["--api-server-count", "4"], "--api-server-count 4 has no effect: one process"),
         (["--enable-chunked-prefill"], "--enable-chunked-prefill has no effect: prompts"),
         (["--no-async-scheduling"], "--no-async-scheduling has no effect"),
-        (["--kv-cache-dtype", "auto"], "--kv-cache-dtype auto has no effect"),
+        (["--kv-cache-dtype", "fp8_e4m3"], "--kv-cache-dtype fp8_e4m3 means fp8 here: e4m3 is the only"),
+        (["--calculate-kv-scales"], "--calculate-kv-scales has no effect: every token and head"),
         (["--block-size", "16"], "--block-size 16 has no effect: a block has 16 tokens"),
         (["--load-format=safetensors"], "--load-format safetensors has no effect"),
         (
@@ -156,8 +157,8 @@ def test_what_changes_nothing_is_said_in_a_line(words: list[str], note: str) -> 
         (["--headless"], "--headless: only the node of the rendezvous endpoint serves HTTP"),
         (["--no-enable-chunked-prefill"], "--no-enable-chunked-prefill: prompts always run in chunks"),
         (
-            ["--kv-cache-dtype", "fp8"],
-            "--kv-cache-dtype fp8: keys and values have the model's data type",
+            ["--kv-cache-dtype", "fp8_e5m2"],
+            "--kv-cache-dtype is 'fp8_e5m2'; it must be one of auto, fp8, int8",
         ),
         (["--block-size", "32"], "--block-size 32: a block has 16 tokens"),
         (["--load-format", "gguf"], "--load-format gguf: weights are read from safetensors"),

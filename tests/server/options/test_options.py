@@ -250,6 +250,7 @@ def test_the_served_name_of_a_directory_is_its_last_part(
             ["--kv-offloading-dir=d", "--kv-offloading-disk-size=1", "--no-enable-prefix-caching"],
             "--kv-offloading-dir keeps cached prefixes, but --no-enable-prefix-caching",
         ),
+        (["--kv-cache-dtype=fp4"], "--kv-cache-dtype is 'fp4'; it must be one of auto, fp8, int8"),
         (["--api-key="], "--api-key is empty"),
         (["--api-key=a b"], "--api-key is empty or contains white space"),
         (["--served-model-name="], "--served-model-name has an empty name"),

@@ -151,10 +151,23 @@ def test_a_service_reports_the_kv_tokens_that_size_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = write_tiny_model(tmp_path / "model")
-    with RealService.serve(model, tmp_path / "log", "-dp", "2", "--max-num-seqs", "8") as service:
+    with RealService.serve(
+        model, tmp_path / "log", "-dp", "2", "--max-num-seqs", "8", "--kv-cache-dtype", "int8"
+    ) as service:
         service.wait_ready()
         reported = service.get("/server_info", timeout_s=START_S).json()
-    words = ["size", str(model), "--device", "this", "-dp", "2", "--max-num-seqs", "8"]
+    words = [
+        "size",
+        str(model),
+        "--device",
+        "this",
+        "-dp",
+        "2",
+        "--max-num-seqs",
+        "8",
+        "--kv-cache-dtype",
+        "int8",
+    ]
     words += ["--kv-cache-memory", "16M", "--input", "20", "--output", "10", "--json"]
     assert main(words) == 0
     said = json.loads(capsys.readouterr().out)

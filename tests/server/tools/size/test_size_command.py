@@ -149,6 +149,32 @@ def test_replicas_are_cut_over_any_part_of_the_ranks_and_have_their_share(
     )
 
 
+def test_a_kv_cache_in_8_bits_holds_more_tokens_and_is_part_of_the_command(
+    gpt_oss: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (
+        str(gpt_oss),
+        "--device",
+        "h100",
+        "-dp",
+        "4",
+        "--kv-cache-memory",
+        "1G",
+        "--context",
+        "4096",
+        "--json",
+    )
+    plain, coded = (
+        json.loads(_said(capsys, *words, *flags)) for flags in ((), ("--kv-cache-dtype", "fp8_e4m3"))
+    )
+    of_heads = 8 * 64 * 2  # 8 KV heads of 64 values
+    bytes_of = [each["memory_per_rank"]["token_bytes"] for each in (plain, coded)]
+    assert bytes_of[0] * (of_heads + 8 * 8) == bytes_of[1] * 2 * of_heads, "numbers and two scales per head"
+    tokens = [each["memory_per_rank"]["kv_tokens"] for each in (plain, coded)]
+    assert tokens[1] == pytest.approx(tokens[0] * bytes_of[0] / bytes_of[1], rel=0.01)
+    assert "--kv-cache-dtype fp8" in coded["command"] and "--kv-cache-dtype" not in plain["command"]
+
+
 def test_given_ranks_that_miss_a_target_are_status_1(
     gpt_oss: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
