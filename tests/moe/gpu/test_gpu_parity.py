@@ -141,7 +141,7 @@ def answer_alone(directory: Path, sequences: list[list[int]], **settings: Any) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
 def test_a_cache_in_8_bits_gives_the_logits_of_a_cpu_s(
     family: str, kv_cache_dtype: str, interpreter: RankPool, tmp_path: Path
