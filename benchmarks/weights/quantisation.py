@@ -1,11 +1,12 @@
-"""How much quality does `--quantization` cost? KL divergence and agreement with the unquantised model.
+"""How much quality do `--quantization` and `--kv-cache-dtype` cost? KL divergence and agreement with the unquantised model.
 
 Every prompt runs through the unquantised model and through each quantised form, one after the other in one process on one rank.
+A form quantises the weights or the KV cache, not both. Rows of a prompt attend to the cache, so one step shows its rounding.
 Next-token distributions of all positions are compared: mean and 99th percentile of KL(unquantised || quantised) in nats, and the
 share of positions with the same likeliest token. A model compared with itself gives 0 and 1.
 
-Run: `python -m benchmarks.weights.quantisation PROMPTS.jsonl ... [--model demo|DIRECTORY] [--prompts 100] [--tokens 256] [--save]`.
-A line of a file is an object with `prompt`, or with `turns`, of which the first is used.
+Run: `python -m benchmarks.weights.quantisation PROMPTS.jsonl ... [--model demo|DIRECTORY] [--prompts 100] [--tokens 256] [--forms int8,int4,kv-fp8,kv-int8]
+[--save]`. A line of a file is an object with `prompt`, or with `turns`, of which the first is used.
 """
 
 import argparse
@@ -28,7 +29,12 @@ from scheduler.assembly import assemble
 from scheduler.policy.config import EngineConfig
 from server.serve.preflight.model import resolve_model
 
-FORMS = ("int8", "int4")
+FORMS = {
+    "int8": {"quantization": "int8"},
+    "int4": {"quantization": "int4"},
+    "kv-fp8": {"kv_cache_dtype": "fp8"},
+    "kv-int8": {"kv_cache_dtype": "int8"},
+}
 
 
 def prompts_of(files: list[Path], count: int) -> list[str]:
@@ -40,12 +46,12 @@ def prompts_of(files: list[Path], count: int) -> list[str]:
     return prompts
 
 
-def log_probabilities(directory: Path, form: str | None, sequences: list[list[int]]) -> Iterator[Tensor]:
-    """Run sequences through a model. Yield [tokens, V] float32 for each."""
+def log_probabilities(directory: Path, sequences: list[list[int]], **settings: Any) -> Iterator[Tensor]:
+    """Run sequences through a model with an engine's settings. Yield [tokens, V] float32 for each."""
     longest = max(map(len, sequences))
     config = EngineConfig(
         directory=directory, kv_cache_bytes=1 << 28, max_model_len=longest + 1, max_num_seqs=1,
-        max_num_batched_tokens=longest, quantization=form,
+        max_num_batched_tokens=longest, **settings,
     )  # fmt: skip
     built = assemble(config, NoDoorbell())
     step = built.runner.step
@@ -80,13 +86,20 @@ class Sample(NamedTuple):
     card: dict[str, Any]
 
 
-def read_sample(name: str, summary: str, arguments: list[str] | None, *, least_tokens: int = 1) -> Sample:
-    """Parse the arguments of a module of this folder, print the card, and read prompts that have enough tokens."""
+def read_sample(
+    name: str, summary: str, arguments: list[str] | None, *, least_tokens: int = 1, forms: Iterable[str] = ()
+) -> Sample:
+    """Parse the arguments of a module of this folder, print the card, and read prompts that have enough tokens.
+
+    `forms`: default of --forms. Without it, that flag does not exist.
+    """
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks.weights.{name}", description=summary)
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--prompts", type=int, default=100, help="prompts per file")
     parser.add_argument("--tokens", type=int, default=256, help="most tokens read per prompt")
+    if forms:
+        parser.add_argument("--forms", default=",".join(forms), help="comma-separated forms to measure")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args(arguments)
     card = environment_card()
@@ -100,14 +113,16 @@ def read_sample(name: str, summary: str, arguments: list[str] | None, *, least_t
 
 def main(arguments: list[str] | None = None) -> int:
     """Print a line per form and one JSON line; return the exit status."""
-    directory, sequences, options, card = read_sample("quantisation", __doc__.split("\n")[0], arguments)
+    directory, sequences, options, card = read_sample(
+        "quantisation", __doc__.split("\n")[0], arguments, forms=FORMS
+    )
     results: dict[str, Any] = {
         "environment": card, "model": options.model, "files": [file.name for file in options.files],
         "prompts": len(sequences), "tokens": options.tokens,
     }  # fmt: skip
-    for form in FORMS:
+    for form in options.forms.split(","):
         results[form] = found = deviation(
-            log_probabilities(directory, None, sequences), log_probabilities(directory, form, sequences)
+            log_probabilities(directory, sequences), log_probabilities(directory, sequences, **FORMS[form])
         )
         print(
             f"{form}: KL mean {found['kl_mean']:.5f}, p99 {found['kl_p99']:.4f} nats; top-1 agreement "
