@@ -21,7 +21,7 @@ from torch import Tensor
 
 from attention.gpu import runs
 from attention.gpu.limits import WIDE_DIM, check_heads, check_layout, check_tile
-from attention.gpu.pages import LOG2_E, blocks_of, bound, capped, first_seen, rows_in, soften
+from attention.gpu.pages import LOG2_E, blocks_of, bound, capped, first_seen, rows_in, soften, widened
 from attention.gpu.runs import count_units, divided, end_split, find_unit, split_end
 from attention.gpu.splits import (
     DecodeScratch,
@@ -129,7 +129,7 @@ def attend_splits(
             key_DC = tl.load(
                 keys + row[None, :] * D + dim[:, None], mask=is_seen[None, :] & (dim[:, None] < D), other=0.0
             )
-            scores = tl.dot(q, key_DC.to(q.dtype), input_precision="ieee")
+            scores = tl.dot(q, widened(key_DC, q), input_precision="ieee")
             if HAS_SCALES:
                 scores *= tl.load(key_scales + row, mask=is_seen, other=0.0)[None, :]
             if SOFT_CAP > 0:
@@ -142,7 +142,7 @@ def attend_splits(
             )  # fmt: skip
             if HAS_SCALES:
                 weights *= tl.load(value_scales + row, mask=is_seen, other=0.0)[None, :]
-            added = tl.dot(weights.to(q.dtype), value_CV.to(q.dtype), input_precision="ieee")
+            added = tl.dot(weights.to(q.dtype), widened(value_CV, q), input_precision="ieee")
             sum_RV = sum_RV * shrink[:, None] + added
             if RUN > 0:
                 is_end = at + TILE == split_end(split, first, tiles, count, TILE)

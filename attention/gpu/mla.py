@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.gpu.limits import check_latents, check_layout, check_tile
-from attention.gpu.pages import LOG2_E, blocks_of, bound, rows_in, soften
+from attention.gpu.pages import LOG2_E, blocks_of, bound, rows_in, soften, widened
 from attention.gpu.splits import (
     DecodeScratch,
     count_splits,
@@ -81,9 +81,9 @@ def attend_latent_splits(
             latent_CL = tl.load(place[:, None] + latent_dim[None, :], mask=is_seen[:, None], other=0.0)
             is_rope = is_seen[None, :] & (rope_dim[:, None] < E)
             rope_EC = tl.load(place[None, :] + L + rope_dim[:, None], mask=is_rope, other=0.0)
-            latent_CL = latent_CL.to(q_latent.dtype)
+            latent_CL = widened(latent_CL, q_latent)
             scores = tl.dot(q_latent, tl.trans(latent_CL), input_precision="ieee")
-            of_rope = tl.dot(q_rope, rope_EC.to(q_latent.dtype), input_precision="ieee")
+            of_rope = tl.dot(q_rope, widened(rope_EC, q_latent), input_precision="ieee")
             if HAS_SCALES:
                 latent_scale = tl.load(latent_scales + row, mask=is_seen, other=0.0)
                 scores *= latent_scale[None, :]

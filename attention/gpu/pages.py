@@ -58,6 +58,14 @@ def rows_of(table, begin, stop, kv_head, KV_HEADS: tl.constexpr, BLOCK: tl.const
 
 
 @triton.jit
+def widened(stored, like):
+    """Return what pages hold in the type of `like`, exactly. Codes are without their scales."""
+    if stored.dtype == tl.float8e4nv:
+        stored = stored.to(tl.float16)  # the conversion to bfloat16 needs compute capability 9.0
+    return stored.to(like.dtype)
+
+
+@triton.jit
 def first_seen(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
     """Return the first token visible at each position: within the last WINDOW tokens or its chunk of CHUNK; 0 disables either."""
     first = position * 0

@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.gpu.limits import LARGEST_DIM, WIDE_DIM, check_heads, check_layout, check_tile
-from attention.gpu.pages import LOG2_E, blocks_of, bound, capped, first_seen, rows_in, soften
+from attention.gpu.pages import LOG2_E, blocks_of, bound, capped, first_seen, rows_in, soften, widened
 from attention.gpu.tiles import device_names, shape_key, tile_of
 from kvcache.gpu.write import Scales
 
@@ -61,14 +61,14 @@ def attend_tokens(
     if IS_MASKED:
         is_key, is_value = is_key & (token[None, :] < stop), is_value & (token[:, None] < stop)
     key_DC = tl.load(own_keys + dim[:, None], mask=is_key, other=0.0)
-    scores = tl.dot(q, key_DC.to(q.dtype), input_precision="ieee")
+    scores = tl.dot(q, widened(key_DC, q), input_precision="ieee")
     if D_REST > 0:
         rest = D_PAD + tl.arange(0, D_REST)
         is_rest = rest[:, None] < D
         if IS_MASKED:
             is_rest = is_rest & (token[None, :] < stop)
         rest_DC = tl.load(own_keys + rest[:, None], mask=is_rest, other=0.0)
-        scores = tl.dot(q_rest, rest_DC.to(q.dtype), scores, input_precision="ieee")
+        scores = tl.dot(q_rest, widened(rest_DC, q), scores, input_precision="ieee")
     if HAS_SCALES:
         is_stored = token < stop if IS_MASKED else token >= 0
         scores *= tl.load(key_scales + place, mask=is_stored, other=0.0)[None, :]
@@ -83,7 +83,7 @@ def attend_tokens(
     value_CV = tl.load(values + place[:, None] * V + value_dim[None, :], mask=is_value, other=0.0)
     if HAS_SCALES:
         weights *= tl.load(value_scales + place, mask=is_stored, other=0.0)[None, :]
-    added = tl.dot(weights.to(q.dtype), value_CV.to(q.dtype), input_precision="ieee")
+    added = tl.dot(weights.to(q.dtype), widened(value_CV, q), input_precision="ieee")
     return blocks, top, total, sum_RV * shrink[:, None] + added
 
 
@@ -163,9 +163,11 @@ def attend_tile(
 def prefill_tile(
     dtype: torch.dtype, key_dim: int, value_dim: int, group: int, device: torch.device
 ) -> PrefillTile:
-    """Return the tile for heads of this shape on a device."""
+    """Return the tile for heads of this shape and type of pages on a device."""
     is_short = dtype.itemsize <= 2
     fallback = PrefillTile() if is_short else PrefillTile(tokens=32)
+    if dtype.itemsize == 1:  # codes are decoded in registers, which 128 rows fill
+        fallback = PrefillTile(tokens=32, rows=64)
     if not _is_narrow(key_dim, value_dim) or (key_dim > 128 and not is_short):
         fallback = PrefillTile(tokens=32, rows=64)
     if max(key_dim, value_dim) > WIDE_DIM:  # twice the memory again, which leaves room for two stages
@@ -232,7 +234,7 @@ def paged_prefill(
     check_heads(H, G, D, V, query_THD.dtype)
     check_layout(query_THD, keys_NGBD, values_NGBV, has_codes=scales is not None)
     group = H // G
-    tile = tile or prefill_tile(query_THD.dtype, D, V, group, query_THD.device)
+    tile = tile or prefill_tile(keys_NGBD.dtype, D, V, group, query_THD.device)
     check_tile(tile.tokens, block)
     if out is None:
         out = query_THD.new_zeros(T, H, V)

@@ -20,7 +20,7 @@ from torch import Tensor
 from attention.gpu.decode import LEAST_ROWS, padded_sequences
 from attention.gpu.limits import check_latents, check_layout, score_rows
 from attention.gpu.mla import LatentTile, latent_tile
-from attention.gpu.pages import LOG2_E, bound, rows_of, weigh
+from attention.gpu.pages import LOG2_E, bound, rows_of, weigh, widened
 from attention.sparse.pools import Pooling
 from kvcache.gpu.cache import DeviceCache
 from kvcache.gpu.write import Scales
@@ -119,7 +119,7 @@ def score_items(
             row_of_pool = slots_of(own_table, item * SIZE, is_seen, BLOCK)[None, :]
             key = keys + pooled_at(row_of_pool, dim[:, None], D, SIZE, WIDTH)
         key_DT = tl.load(key, mask=is_seen[None, :] & (dim[:, None] < D), other=0.0)
-        products = tl.dot(q, key_DT.to(q.dtype), input_precision="ieee") * scale
+        products = tl.dot(q, widened(key_DT, q), input_precision="ieee") * scale
         if HAS_SCALES:
             products *= tl.load(key_scales + key_row, mask=is_seen, other=0.0)[None, :]
         summed = tl.sum(shares[:, None] * tl.maximum(products, 0.0), axis=0)
@@ -220,9 +220,9 @@ def attend_chosen(
         latent_CL = tl.load(place[:, None] + latent_dim[None, :], mask=is_seen[:, None], other=0.0)
         is_rope = is_seen[None, :] & (rope_dim[:, None] < E)
         rope_EC = tl.load(place[None, :] + L + rope_dim[:, None], mask=is_rope, other=0.0)
-        latent_CL = latent_CL.to(q_latent.dtype)
+        latent_CL = widened(latent_CL, q_latent)
         products = tl.dot(q_latent, tl.trans(latent_CL), input_precision="ieee")
-        of_rope = tl.dot(q_rope, rope_EC.to(q_latent.dtype), input_precision="ieee")
+        of_rope = tl.dot(q_rope, widened(rope_EC, q_latent), input_precision="ieee")
         if HAS_SCALES:
             latent_scale = tl.load(latent_scales + slot, mask=is_seen, other=0.0)
             products *= latent_scale[None, :]
