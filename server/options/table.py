@@ -570,7 +570,7 @@ class Options:
         MEMORY, "--kv-cache-dtype", read=one_of("auto", "fp8", "int8"), metavar="{auto,fp8,int8}",
         taken_as={"fp8_e4m3": "fp8"}, taken_because="e4m3 is the only FP8 format of the KV cache",
         help="format of the KV cache; fp8 (e4m3) and int8 store keys, values, latents and index keys in 8 bits, with a scale per "
-        "token and head: more tokens fit and long contexts decode faster, with different answers (docs/quantised.md)",
+        "token and head: more tokens fit, and long contexts decode faster except with latents; answers differ (docs/quantised.md)",
     ))  # fmt: skip
     engine_enable_prefix_caching = row(switch(
         MEMORY, "--enable-prefix-caching", off=["--no-enable-prefix-caching"],
