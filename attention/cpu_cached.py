@@ -1,9 +1,10 @@
 """How CPU kernels read and write the pages of the KV cache: float32, or codes of eight bits with scales (`kvcache.codes`).
 
-A kernel is written once, with the functions of this file for float32 pages. `coded` makes the same kernel for codes, with
+A kernel is written once, with the functions of this file for float32 pages. `kernels_of` makes the same kernel for codes, with
 other functions of the same names in its globals. Scales are per token, so they are no part of the inner loops: a block's
 scores are multiplied by the scales of its 16 keys, and its weights by those of its 16 values. Codes become float32 in
-registers, without rounding. Scores are two chains of additions, over even and odd dims, for any number of rows. A latent is both key and value of many heads, so a block of latents is decoded once, to memory.
+registers, without rounding. Scores are two chains of additions, over even and odd dims, for any number of rows. A latent is
+both key and value of many heads, so a block of latents is decoded once, to memory.
 Rejected: integer products of quantised queries, which would round queries and weights too. A decode is bound by memory, and
 by the latency of one chain of additions per output, not by the number of multiplications.
 
@@ -11,6 +12,7 @@ Legend: B tokens of a block (16), D key dim, V value dim padded to 16, L latent 
 """
 
 from collections.abc import Callable
+from functools import partial
 from types import FunctionType
 from typing import Any, Concatenate, ParamSpec, cast
 
@@ -38,6 +40,7 @@ from attention.cpu_tiles import (
     load,
     load_f32,
     prefetch,
+    rows_in_tiles,
     rows_times_panel_f32,
     splat,
     store,
@@ -84,31 +87,31 @@ def fetch_line(_typing: Any, address: Any) -> Any:
 
 
 def _score_tile(load_vector: _LoadVector, rows: int) -> Any:
-    """Return intrinsic `(queries, dim, panel, scores)`: products of rows and an even number of dims, times the scales."""
+    """Return the intrinsic of `rows_in_tiles`: products of rows and a panel of codes, times the panel's scales. `k` is even."""
 
-    def tile(_typing: Any, queries: Any, dim: Any, panel: Any, scores: Any) -> Any:
+    def tile(_typing: Any, x: Any, xs: Any, w: Any, ws: Any, k: Any, out: Any, out_stride: Any) -> Any:
         def codegen(context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> Any:
-            queries, dim, panel, scores = args
+            x, x_stride, w, _, k, out, out_stride = args
 
             def weights(index: ir.Value) -> list[ir.Value]:
-                at = builder.add(panel, builder.mul(index, ir.Constant(I64, 2 * LANES)))
+                at = builder.add(w, builder.mul(index, ir.Constant(I64, 2 * LANES)))
                 return [
                     load_vector(builder, builder.add(at, ir.Constant(I64, LANES * odd))) for odd in (0, 1)
                 ]
 
             emit_products(
                 builder,
-                TileRows(queries, builder.mul(dim, ir.Constant(I64, 4))),
+                TileRows(x, x_stride),
                 weights,
-                builder.lshr(dim, ir.Constant(I64, 1)),
-                TileRows(scores, ir.Constant(I64, LANES * 4)),
+                builder.lshr(k, ir.Constant(I64, 1)),
+                TileRows(out, out_stride),
                 rows,
                 accumulate=False,
-                factors=load(builder, builder.add(panel, builder.mul(dim, ir.Constant(I64, LANES)))),
+                factors=load(builder, builder.add(w, builder.mul(k, ir.Constant(I64, LANES)))),
             )
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 4), codegen
+        return types.void(*[types.int64] * 7), codegen
 
     return intrinsic(tile)
 
@@ -155,30 +158,10 @@ def _value_tile(load_vector: _LoadVector, rows: int, panels: int) -> Any:
 
 def _score_function(load_vector: _LoadVector, name: str) -> Any:
     """Return `score_rows` for codes."""
-    one, two, three, four, five, six = (_score_tile(load_vector, rows) for rows in range(1, ROWS + 1))
-    most, most_rows = _score_tile(load_vector, MOST_ROWS), MOST_ROWS
+    rows_times_codes = rows_in_tiles(partial(_score_tile, load_vector), name)
 
     def score(queries, dim, panel, scores, rows):  # type: ignore[no-untyped-def]
-        while rows >= most_rows:
-            most(queries, dim, panel, scores)
-            queries += most_rows * dim * 4
-            scores += most_rows * LANES * 4
-            rows -= most_rows
-        while rows >= 6:
-            six(queries, dim, panel, scores)
-            queries += 6 * dim * 4
-            scores += 6 * LANES * 4
-            rows -= 6
-        if rows == 1:
-            one(queries, dim, panel, scores)
-        elif rows == 2:
-            two(queries, dim, panel, scores)
-        elif rows == 3:
-            three(queries, dim, panel, scores)
-        elif rows == 4:
-            four(queries, dim, panel, scores)
-        elif rows == 5:
-            five(queries, dim, panel, scores)
+        rows_times_codes(queries, dim * 4, panel, LANES, dim, scores, LANES * 4, rows)
 
     return njit(nogil=True)(renamed(score, name))
 
