@@ -120,7 +120,7 @@ def filled(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def block_parts(cache: PagedCache) -> list[Tensor]:
-    """Return what the blocks of a cache consist of: tensors [N, ...]."""
+    """Return what the blocks of a cache consist of: tensors [N, ...], scales of codes included."""
     return [part for layer in range(len(cache.shapes)) for part in cache.parts(layer)]
 
 

@@ -1,15 +1,19 @@
 """Exported units: a record has every part of every kind of layer, and its checksum, equal on all devices, changes with any byte."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kvcache.codes import E4M3, INT8
 from kvcache.gpu.cache import DeviceCache
 from kvcache.gpu.unit import DeviceUnit
-from kvcache.paged_cache import LayerShape, PagedCache, StateShape
+from kvcache.paged_cache import BLOCK_TOKENS, LayerShape, PagedCache, StateShape
 from kvcache.unit import CacheUnit, Unit, block_parts, layout_of, state_parts, sum_of
+from tests.support.cached_codes import ALL
 
 SHAPES = [
     LayerShape(num_kv_heads=2, key_dim=8, value_dim=12, window=32),
@@ -19,12 +23,13 @@ SHAPES = [
 ]
 
 
-def filled_cache(kind: str) -> PagedCache:
+def filled_cache(kind: str, codes: torch.dtype | None = None) -> PagedCache:
     """Return a cache of random bytes in every part of five blocks and three slots."""
+    shapes = [replace(shape, codes=codes) for shape in SHAPES]
     if kind == "paged":
-        cache = PagedCache(SHAPES, 5, 3)
+        cache = PagedCache(shapes, 5, 3)
     else:
-        cache = DeviceCache(SHAPES, 5, 3, dtype=torch.bfloat16, device=torch.device("cpu"))
+        cache = DeviceCache(shapes, 5, 3, dtype=torch.bfloat16, device=torch.device("cpu"))
     generator = torch.Generator().manual_seed(1)
     for part in (*block_parts(cache), *state_parts(cache)):
         if part.numel():
@@ -39,8 +44,11 @@ def units(kind: str, cache: PagedCache) -> list[tuple[Unit, list[Tensor]]]:
 
 
 @pytest.mark.parametrize("kind", ["paged", "device"])
-def test_a_record_has_all_bytes_of_its_index_and_gives_them_back(kind: str) -> None:
-    cache = filled_cache(kind)
+@pytest.mark.parametrize("codes", ALL)
+def test_a_record_has_all_bytes_of_its_index_and_gives_them_back(
+    kind: str, codes: torch.dtype | None
+) -> None:
+    cache = filled_cache(kind, codes)
     for unit, parts in units(kind, cache):
         parts = [part for part in parts if part.numel()]
         copies = [part.clone() for part in parts]
@@ -59,6 +67,17 @@ def test_a_record_has_all_bytes_of_its_index_and_gives_them_back(kind: str) -> N
         for part, copy in zip(parts, copies, strict=True):
             copy[2:3] = copy[1:2]
             assert torch.equal(part.view(torch.uint8), copy.view(torch.uint8))
+
+
+@pytest.mark.parametrize("kind", ["paged", "device"])
+@pytest.mark.parametrize("codes", ALL)
+def test_a_block_s_record_has_the_scales_of_its_codes(kind: str, codes: torch.dtype | None) -> None:
+    cache = filled_cache(kind, codes)
+    of_blocks, _ = units(kind, cache)[0]
+    token_bytes = sum(
+        shape.token_bytes if kind == "paged" else shape.device_token_bytes(2) for shape in cache.shapes
+    )
+    assert of_blocks.num_bytes == BLOCK_TOKENS * token_bytes
 
 
 def test_the_devices_agree_on_the_checksum() -> None:
@@ -95,12 +114,13 @@ def test_parts_of_no_whole_words_are_refused() -> None:
 
 
 def test_the_layout_tells_caches_apart() -> None:
-    paged, device = filled_cache("paged"), filled_cache("device")
+    plain = [filled_cache(kind) for kind in ("paged", "device")]
+    coded = [filled_cache(kind, codes) for kind in ("paged", "device") for codes in (INT8, E4M3)]
+    paged = plain[0]
     more = PagedCache([*SHAPES, SHAPES[0]], 5, 3)
-    digests = {
-        layout_of(paged, {}), layout_of(device, {}), layout_of(more, {}), layout_of(paged, {"checkpoint": "x"})
-    }  # fmt: skip
-    assert len(digests) == 4
+    digests = {layout_of(cache, {}) for cache in (*plain, *coded, more)}
+    digests.add(layout_of(paged, {"checkpoint": "x"}))
+    assert len(digests) == 8
     assert layout_of(paged, {}) == layout_of(PagedCache(SHAPES, 9, 4), {}), (
         "the sizes of the pools do not matter"
     )

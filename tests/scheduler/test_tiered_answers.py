@@ -7,6 +7,7 @@ import pytest
 
 from kvcache.tiers.figures import TierFigures
 from scheduler.assembly import Assembled
+from scheduler.policy.config import ConfigError
 from scheduler.policy.request import Request, RequestOutput
 from scheduler.policy.speculative import parse_speculative_config
 from tests.scheduler.test_invariance import FAMILIES, Answers, collect, requests
@@ -66,6 +67,27 @@ def test_constant_eviction_to_host_memory_changes_no_bit(
     )
     assert collect(outputs) == alone
     assert figures.host_load_bytes > 0 and figures.host_hit_tokens > 0 and figures.num_faults == 0
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
+@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("deepseek_v32", marks=pytest.mark.slow)])
+def test_blocks_in_8_bits_come_back_with_their_scales(name: str, kv_cache_dtype: str, tmp_path: Path) -> None:
+    write_checkpoint(name, tmp_path)
+    coded = {"kv_cache_dtype": kv_cache_dtype}
+    built = build(tmp_path, max_model_len=160, enable_prefix_caching=False, **coded)
+    alone = collect(serve(built, *([one] for one in requests())).outputs)
+    outputs, figures = serve_with_tiers(tmp_path, requests(), requests(), kv_offloading_bytes=HOST, **coded)
+    assert collect(outputs) == alone
+    assert figures.host_load_bytes > 0 and figures.num_faults == 0
+
+
+def test_a_folder_with_blocks_of_another_format_is_refused(tmp_path: Path) -> None:
+    write_checkpoint("qwen3_moe", tmp_path)
+    disk = {"kv_offloading_dir": str(tmp_path / "kv"), "kv_offloading_disk_bytes": HOST}
+    build(tmp_path, max_model_len=160, kv_cache_dtype="int8", **disk).engine.close()
+    for other in ("auto", "fp8"):
+        with pytest.raises(ConfigError, match="another model, checkpoint or cache layout"):
+            build(tmp_path, max_model_len=160, kv_cache_dtype=other, **disk)
 
 
 def test_a_restarted_service_finds_its_blocks_on_the_disk(
