@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from server.clients.batch.flags import RUN_BATCH
 from server.clients.commands import CHAT, DRAIN, MODELS, STATUS
 from server.clients.experts.cli import EXPERTS
+from server.clients.url_flag import DEFAULT_URL
 from server.machine.lines import say, write_lines_as, write_times
 from server.machine.roots import RootError, check_roots
 from server.machine.versions import VersionError, check_transformers, version_of, why_unfit
@@ -166,6 +167,9 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     # WideEP itself writes the command lines of internal processes, so they need no correction.
     is_service = name in _SHOWN and _COMMANDS[name].takes_options
     args, left = parser.parse_known_args([name, *spelled(words[1:])] if is_service else words)
+    # argparse does not look for an optional argument behind a flag: `wideep drain 1 --undo URL`.
+    if len(left) == 1 and "://" in left[0] and vars(args).get("url") == DEFAULT_URL:
+        args.url, left = left[0], []
     if left:
         shown = f"wideep {name}" if name in parsers else "wideep"
         own = () if is_service else re.findall(r"--[\w-]+", parsers.get(name, parser).format_help())

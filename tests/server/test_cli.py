@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from server.cli import build_parser, main
+from server.cli import _parse, build_parser, main
 from server.machine.roots import WIDEEP_COMMAND
+from server.options.flag import OptionsError
 from server.options.help import group_words
 
 
@@ -113,6 +114,24 @@ def test_a_flag_that_there_is_not_is_one_line_and_status_2(
     assert main(words) == 2
     said = capsys.readouterr().err
     assert said.startswith(says) and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["drain", "1", "http://a", "--undo"],
+        ["drain", "1", "--undo", "http://a"],
+        ["drain", "--undo", "1", "http://a"],
+    ],
+)
+def test_a_url_may_follow_flags(words: list[str]) -> None:
+    args = _parse(words)
+    assert (args.rank, args.undo, args.url) == (1, True, "http://a")
+
+
+def test_a_second_url_is_refused() -> None:
+    with pytest.raises(OptionsError, match="unexpected argument 'http://b'"):
+        _parse(["drain", "1", "http://a", "--undo", "http://b"])
 
 
 def test_a_flag_without_its_value_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
