@@ -131,7 +131,7 @@ def test_https_is_served_with_a_certificate(model_dir: Path, tmp_path: Path) -> 
         trusting = ssl.create_default_context(cafile=str(certificate))
         assert front.get("/health", verify=trusting).status_code == 200
         with pytest.raises(httpx.ConnectError):
-            front.get("/health")
+            front.get("/health", verify=True)
     finally:
         front.close()
 
