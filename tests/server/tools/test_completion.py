@@ -48,6 +48,7 @@ def offered(script: str, *words: str) -> set[str]:
                 "bench",
                 "experts",
                 "status",
+                "drain",
                 "completion",
             },
         ),
