@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=SHAPES)
     parser.add_argument(
         "--save", action="store_true", help="write benchmarks/results/kv-cache-<date>-<cpu>.json"
     )
@@ -51,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     card = environment_card()
     print_card(card)
     result: dict[str, Any] = {"benchmark": "kv_cache", "environment": card, "options": vars(options)}
-    result["shapes"] = {shape: measure(shape, options) for shape in options.shapes.split(",")}
+    result["shapes"] = {shape: measure(shape, options) for shape in options.shapes}
     print_tail(result)
     if options.save:
         save_result("kv-cache", result)
