@@ -123,10 +123,8 @@ def _value_tile(load_vector: _LoadVector, rows: int, panels: int) -> Any:
         def codegen(context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> Any:
             weights, panel, value_lanes, sums = args
             of_weights = TileRows(weights, ir.Constant(I64, LANES * 4))
-            of_sums, of_values = (
-                TileRows(sums, builder.shl(value_lanes, ir.Constant(I64, 2))),
-                TileRows(panel, value_lanes),
-            )
+            of_sums = TileRows(sums, builder.shl(value_lanes, ir.Constant(I64, 2)))
+            of_values = TileRows(panel, value_lanes)
             places = [
                 [
                     builder.add(of_sums.at(builder, row), ir.Constant(I64, each * LANES * 4))
@@ -169,11 +167,26 @@ def _score_function(load_vector: _LoadVector, name: str) -> Any:
 _WIDE = 4 if MOST_ROWS > ROWS else 1  # panels of values at a time: their sums fit 32 registers
 
 
+def _in_rows(make_tile: Callable[[int, int], Any], panels: int, name: str) -> Any:
+    """Return `(rows, weights, panel, value_lanes, sums)`, which runs the tile of 6, 4, 2 or 1 rows."""
+    one, two, four, six = (make_tile(rows, panels) for rows in (1, 2, 4, 6))
+
+    def run(rows, weights, panel, value_lanes, sums):  # type: ignore[no-untyped-def]
+        if rows == 6:
+            six(weights, panel, value_lanes, sums)
+        elif rows == 4:
+            four(weights, panel, value_lanes, sums)
+        elif rows == 2:
+            two(weights, panel, value_lanes, sums)
+        else:
+            one(weights, panel, value_lanes, sums)
+
+    return njit(nogil=True, inline="always")(renamed(run, f"{name}_{panels}"))
+
+
 def _value_function(load_vector: _LoadVector, name: str) -> Any:
     """Return `add_values` for codes."""
-    (one, wide_one), (two, wide_two), (four, wide_four), (six, wide_six) = (
-        [_value_tile(load_vector, rows, panels) for panels in (1, _WIDE)] for rows in (1, 2, 4, 6)
-    )
+    narrow, wide = (_in_rows(partial(_value_tile, load_vector), panels, name) for panels in (1, _WIDE))
     wide_lanes = _WIDE * LANES
 
     def add(weights, panel, value_lanes, scales, sums, rows):  # type: ignore[no-untyped-def]
@@ -183,26 +196,10 @@ def _value_function(load_vector: _LoadVector, name: str) -> Any:
             taken = 6 if rows >= 6 else 4 if rows >= 4 else 2 if rows >= 2 else 1
             lane = 0
             while lane + wide_lanes <= value_lanes:
-                at, to = panel + lane, sums + lane * 4
-                if taken == 6:
-                    wide_six(weights, at, value_lanes, to)
-                elif taken == 4:
-                    wide_four(weights, at, value_lanes, to)
-                elif taken == 2:
-                    wide_two(weights, at, value_lanes, to)
-                else:
-                    wide_one(weights, at, value_lanes, to)
+                wide(taken, weights, panel + lane, value_lanes, sums + lane * 4)
                 lane += wide_lanes
             while lane < value_lanes:
-                at, to = panel + lane, sums + lane * 4
-                if taken == 6:
-                    six(weights, at, value_lanes, to)
-                elif taken == 4:
-                    four(weights, at, value_lanes, to)
-                elif taken == 2:
-                    two(weights, at, value_lanes, to)
-                else:
-                    one(weights, at, value_lanes, to)
+                narrow(taken, weights, panel + lane, value_lanes, sums + lane * 4)
                 lane += LANES
             weights += taken * LANES * 4
             sums += taken * value_lanes * 4
