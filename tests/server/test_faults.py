@@ -275,9 +275,8 @@ def test_a_killed_front_is_back_soon_and_its_ranks_serve_on(pair: RealService) -
         os.kill(victim, signal.SIGKILL)
 
     with pytest.raises(ExceptionGroup) as cut:
-        stream_all(
-            pair.url, bodies(), pieces=1, then=kill_front
-        )  # on a busy machine a piece holds many tokens
+        # On a busy machine a piece holds many tokens.
+        stream_all(pair.url, bodies(), pieces=1, then=kill_front)
     assert cut.group_contains(httpx.TransportError), "its open answers are cut off"
     wait_until(lambda: has_members(pair, [0, 1]), pair.output, within_s=START_S)
     assert [each.said for each in stream_all(pair.url, bodies())] == expected

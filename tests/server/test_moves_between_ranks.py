@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -59,8 +59,15 @@ def said(streams: list[TimedStream]) -> list[tuple[object, ...]]:
     return [stream.said for stream in streams]
 
 
-def wait_until_moved(service: RealService, before: float) -> None:
-    wait_until(lambda: moved(service) > before, lambda: "nothing moved", within_s=240)
+def stream_until_moved(service: RealService, pool: ThreadPoolExecutor) -> "Future[list[TimedStream]]":
+    """Send all requests, and again if none has moved: on a busy machine they may run one after the other."""
+    for _ in range(20):
+        before = moved(service)
+        streams = pool.submit(stream_all, service.url, bodies(), headers=SESSION)
+        wait_until(lambda: moved(service) > before or streams.done(), lambda: "no stream ends", within_s=240)  # noqa: B023
+        if moved(service) > before:
+            return streams
+    raise AssertionError("nothing moved")
 
 
 def wait_until_nothing_is_open(service: RealService) -> None:
@@ -74,17 +81,14 @@ def wait_until_nothing_is_open(service: RealService) -> None:
 def test_requests_that_wait_move_to_the_idle_rank_and_answers_stay_the_same(
     service: RealService, undisturbed: list[tuple[object, ...]]
 ) -> None:
-    before = moved(service)
-    streams = stream_all(service.url, bodies(), headers=SESSION)
-    assert said(streams) == undisturbed
-    assert moved(service) >= before + 2
+    with ThreadPoolExecutor() as pool:
+        assert said(stream_until_moved(service, pool).result()) == undisturbed
     wait_until_nothing_is_open(service)
 
 
 def test_clients_that_leave_amid_moves_leave_nothing_behind(
     service: RealService, undisturbed: list[tuple[object, ...]]
 ) -> None:
-    before = moved(service)
     with ThreadPoolExecutor() as pool, httpx.Client(timeout=60) as client:
         leaving = [
             client.send(
@@ -98,8 +102,7 @@ def test_clients_that_leave_amid_moves_leave_nothing_behind(
             )
             for number, body in enumerate(bodies()[:6])
         ]
-        staying = pool.submit(stream_all, service.url, bodies(), headers=SESSION)
-        wait_until_moved(service, before)
+        staying = stream_until_moved(service, pool)
         for response in leaving:
             response.close()
         assert said(staying.result()) == undisturbed
@@ -110,10 +113,8 @@ def test_clients_that_leave_amid_moves_leave_nothing_behind(
 def test_a_rank_that_is_killed_amid_moves_costs_no_answer(
     service: RealService, undisturbed: list[tuple[object, ...]], rank: int
 ) -> None:
-    before = moved(service)
     with ThreadPoolExecutor() as pool:
-        streams = pool.submit(stream_all, service.url, bodies(), headers=SESSION)
-        wait_until_moved(service, before)
+        streams = stream_until_moved(service, pool)
         kill(service, rank)
         assert said(streams.result()) == undisturbed
     wait_until_nothing_is_open(service)
