@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.card import environment_card, print_card, print_tail, save_result
-from benchmarks.dispatch_ways import CHOICES, SCALE, WIRES, Measured, Times, measure
+from benchmarks.dispatch_ways import CHOICES, SCALE, WIRES, MeasuredWay, Times, measure
 from tests.support.ranks import RankPool
 
 MODES = ("normal", "low_latency", "fp8")
@@ -39,7 +39,7 @@ def summarise(times: list[Times]) -> dict[str, float]:
     }
 
 
-def row_of(ranks: int, tokens: int, measured: Measured) -> dict[str, Any]:
+def row_of(ranks: int, tokens: int, measured: MeasuredWay) -> dict[str, Any]:
     """Return the figures of one size: every way, compared with peer, goal and bound."""
     ways = {name: summarise(times) for name, times in measured.seconds.items()}
     plain_us = ways["plain"]["p50_us"]

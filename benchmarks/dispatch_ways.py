@@ -37,7 +37,7 @@ class Layer(NamedTuple):
     weights_TK: Tensor
 
 
-class Measured(NamedTuple):
+class MeasuredWay(NamedTuple):
     """Measurements of one rank."""
 
     seconds: dict[str, list[Times]]  # every run, by way
@@ -45,7 +45,7 @@ class Measured(NamedTuple):
     ceiling: dict[str, float]  # largest bytes per second that a rank sends, by wire
 
 
-def measure(tokens: int, choices: int, runs: int) -> Measured:
+def measure(tokens: int, choices: int, runs: int) -> MeasuredWay:
     """Time every way on this rank, taking turns in blocks; the first block is the warm-up. Collective."""
     torch.manual_seed(dist.get_rank())
     layer = make_layer(tokens, choices)
@@ -78,7 +78,7 @@ def measure(tokens: int, choices: int, runs: int) -> Measured:
                 seconds[name] += times
     for dispatcher in opened:
         dispatcher.close()
-    return Measured(seconds, sent_bytes, ceiling)
+    return MeasuredWay(seconds, sent_bytes, ceiling)
 
 
 def make_layer(tokens: int, choices: int = CHOICES) -> Layer:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(eq=False)
-class Save:
+class SaveJob:
     """Copy a block or a state slot to the tiers."""
 
     index: int  # of the block or the slot
@@ -14,7 +14,7 @@ class Save:
 
 
 @dataclass(eq=False)
-class Load:
+class LoadJob:
     """Fill blocks that continue a prefix, and the state slot after them if the model keeps states."""
 
     keys: Sequence[bytes]  # of the blocks, in order

@@ -5,21 +5,23 @@ list their process and descriptor in the job's store, and a new rank opens the f
 The memory lasts as long as one of them does, so a rank that is restarted finds its blocks again.
 """
 
+import contextlib
 import json
 import os
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from kvcache.tiers.records import Layout, RecordStore, StoreError
+from kvcache.tiers.records import RecordLayout, RecordStore, StoreError
 from kvcache.tiers.tiers import Tier
 
 
 class Kinds(NamedTuple):
     """The kinds of records of a cache, and how much of a tier each gets."""
 
-    blocks: Layout
-    states: Layout | None  # None if the model keeps no states
+    blocks: RecordLayout
+    states: RecordLayout | None  # None if the model keeps no states
     states_share: float = 0.0  # of the bytes
 
 
@@ -36,19 +38,24 @@ def open_disk(directory: Path, kinds: Kinds, num_bytes: int) -> Tier:
     Raises:
         StoreError: The directory cannot be used, is that of another model, or is in use with another size.
     """
+
+    def open_file(name: str, layout: RecordLayout, size: int) -> RecordStore:
+        path = directory / name
+        with contextlib.ExitStack() as on_error:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            on_error.callback(os.close, fd)
+            store = RecordStore(fd, layout, size, name=str(path))
+            on_error.pop_all()
+        return store
+
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        files = [
-            None if layout is None else _open_file(directory / name, layout, size)
-            for name, layout, size in _files(kinds, num_bytes)
-        ]
+        return _open("disk", kinds, num_bytes, open_file)
     except OSError as error:
         raise StoreError(
             f"--kv-offloading-dir {directory} cannot be used: {error.strerror or error}; choose a directory on a local "
             f"disk that this user can write"
         ) from error
-    assert files[0] is not None, "every cache has blocks"
-    return Tier("disk", files[0], files[1])
 
 
 def open_host(
@@ -64,29 +71,22 @@ def open_host(
     Raises:
         StoreError: `num_bytes` is too small.
     """
-    files: list[RecordStore | None] = []
-    for name, layout, size in _files(kinds, num_bytes):
-        if layout is None:
-            files.append(None)
-            continue
+
+    def open_memory(name: str, layout: RecordLayout, size: int) -> RecordStore:
         fd = _make_memory(_new_name()) if store is None else _share_memory(store, f"{host} {name}")
-        files.append(RecordStore(fd, layout, size, name="host memory (--kv-offloading-size)", secret=secret))
-    assert files[0] is not None, "every cache has blocks"
-    return Tier("host", files[0], files[1])
+        return RecordStore(fd, layout, size, name="host memory (--kv-offloading-size)", secret=secret)
+
+    return _open("host", kinds, num_bytes, open_memory)
 
 
-def _files(kinds: Kinds, num_bytes: int) -> list[tuple[str, Layout | None, int]]:
-    of_states = int(num_bytes * kinds.states_share) if kinds.states else 0
-    return [("blocks.kv", kinds.blocks, num_bytes - of_states), ("states.kv", kinds.states, of_states)]
-
-
-def _open_file(path: Path, layout: Layout, num_bytes: int) -> RecordStore:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        return RecordStore(fd, layout, num_bytes, name=str(path))
-    except BaseException:
-        os.close(fd)
-        raise
+def _open(
+    tier: str, kinds: Kinds, num_bytes: int, open_store: Callable[[str, RecordLayout, int], RecordStore]
+) -> Tier:
+    """Open the stores of a tier, which share its bytes."""
+    of_states = 0 if kinds.states is None else int(num_bytes * kinds.states_share)
+    blocks = open_store("blocks.kv", kinds.blocks, num_bytes - of_states)
+    states = None if kinds.states is None else open_store("states.kv", kinds.states, of_states)
+    return Tier(tier, blocks, states)
 
 
 def _new_name() -> str:

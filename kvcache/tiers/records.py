@@ -56,7 +56,7 @@ class StoreError(Exception):
     """A file that cannot serve as a store. The message names the file and what to do."""
 
 
-class Layout(NamedTuple):
+class RecordLayout(NamedTuple):
     """What the records of a file mean."""
 
     model: bytes  # 32 bytes: `kvcache.unit.layout_of`
@@ -64,7 +64,7 @@ class Layout(NamedTuple):
     record_bytes: int
 
 
-class Entry(NamedTuple):
+class _Entry(NamedTuple):
     """A record's entry; all zeros without a record."""
 
     key: bytes
@@ -72,10 +72,10 @@ class Entry(NamedTuple):
     was_read: int  # 0 or 1
 
 
-NO_ENTRY = Entry(bytes(KEY_BYTES), 0, 0)
+_NO_ENTRY = _Entry(bytes(KEY_BYTES), 0, 0)
 
 
-class Outcome(Enum):
+class ReadResult(Enum):
     """How a read ended."""
 
     WHOLE = auto()  # the buffers hold the record
@@ -87,7 +87,7 @@ class RecordStore:
     """The records of one file. One thread at a time may write; any may read."""
 
     def __init__(
-        self, fd: int, layout: Layout, num_bytes: int, *, name: str, secret: bytes | None = None
+        self, fd: int, layout: RecordLayout, num_bytes: int, *, name: str, secret: bytes | None = None
     ) -> None:
         """Open the store in a file. Format the file if it is empty, or of another size or version of the software.
 
@@ -116,7 +116,7 @@ class RecordStore:
         self._entries_at = _HEADER_BYTES + self._num_buckets * _BUCKET_BYTES
         self._records_at = _records_at(num_records)
 
-    def _is_outdated(self, found: bytes, layout: Layout, num_records: int) -> bool:
+    def _is_outdated(self, found: bytes, layout: RecordLayout, num_records: int) -> bool:
         """Whether the file has this model's records, but computed by other software or in another number."""
         if len(found) < _HEADER.size or found[: len(_MAGIC)] != _MAGIC:
             raise StoreError(
@@ -131,7 +131,7 @@ class RecordStore:
         wanted = (_VERSION, layout.record_bytes, num_records, layout.software)
         return (version, record_bytes, present, software) != wanted
 
-    def _format(self, layout: Layout, num_records: int, secret: bytes | None) -> None:
+    def _format(self, layout: RecordLayout, num_records: int, secret: bytes | None) -> None:
         if num_records < LEAST_RECORDS:
             least = file_bytes(LEAST_RECORDS, layout.record_bytes)
             raise StoreError(f"{self.name} is too small: the fewest records need {least / 2**20:.1f} MiB")
@@ -168,7 +168,7 @@ class RecordStore:
         """Count the records. Reads all entries."""
         entries = os.pread(self._fd, self.num_records * ENTRY_BYTES, self._entries_at)
         starts = range(0, len(entries), ENTRY_BYTES)
-        return sum(entries[at : at + KEY_BYTES] != NO_ENTRY.key for at in starts)
+        return sum(entries[at : at + KEY_BYTES] != _NO_ENTRY.key for at in starts)
 
     def has(self, key: bytes) -> bool:
         """Whether there is a record with this key. It may be replaced before it is read."""
@@ -179,7 +179,7 @@ class RecordStore:
         if (found := self._find(key)) is not None:
             self._note_read(found[0], 1)
 
-    def read(self, key: bytes, buffers: Sequence[memoryview], take: Callable[[], int]) -> Outcome:
+    def read(self, key: bytes, buffers: Sequence[memoryview], take: Callable[[], int]) -> ReadResult:
         """Read a record into buffers.
 
         Args:
@@ -192,18 +192,18 @@ class RecordStore:
         for _ in range(_READS):
             found = self._find(key)
             if found is None or before not in (None, found):
-                return Outcome.MISS
+                return ReadResult.MISS
             before = found
             place, checksum = found
             self._transfer(os.preadv, buffers, place)
             if take() == checksum:
                 self._note_read(place, 1)
-                return Outcome.WHOLE
+                return ReadResult.WHOLE
         with self._locked(self._entry_at(place), ENTRY_BYTES, waits=False) as is_locked:
             if not is_locked or self._find(key) != before:
-                return Outcome.MISS
-            self._write_entry(place, NO_ENTRY)
-        return Outcome.DAMAGED
+                return ReadResult.MISS
+            self._write_entry(place, _NO_ENTRY)
+        return ReadResult.DAMAGED
 
     def write(self, key: bytes, buffers: Sequence[memoryview], checksum: int) -> bool:
         """Write a record, unless it is there or no place can be taken now. Returns whether it was written.
@@ -216,7 +216,7 @@ class RecordStore:
             return False
         try:
             self._transfer(os.pwritev, buffers, place)
-            self._write_entry(place, Entry(key, checksum, 0))
+            self._write_entry(place, _Entry(key, checksum, 0))
         finally:
             self._unlock(self._entry_at(place), ENTRY_BYTES)
         return True
@@ -230,8 +230,8 @@ class RecordStore:
             if place is None:
                 return None
             old = self._entry(place)
-            if old.key != NO_ENTRY.key:
-                self._write_entry(place, NO_ENTRY)
+            if old.key != _NO_ENTRY.key:
+                self._write_entry(place, _NO_ENTRY)
                 self._unlist(old.key, place)
             self._list(key, place)
             return place
@@ -245,7 +245,7 @@ class RecordStore:
             entries = self._entries(first, min(_AT_ONCE, self.num_records - first))
             for place, entry in enumerate(entries, first):
                 passed += 1
-                if entry.key != NO_ENTRY.key and entry.was_read:
+                if entry.key != _NO_ENTRY.key and entry.was_read:
                     self._note_read(place, 0)
                 elif self._lock(self._entry_at(place), ENTRY_BYTES):
                     os.pwrite(self._fd, _NUMBER.pack((place + 1) % self.num_records), _HAND_AT)
@@ -286,14 +286,14 @@ class RecordStore:
     def _entry_at(self, place: int) -> int:
         return self._entries_at + place * ENTRY_BYTES
 
-    def _entry(self, place: int) -> Entry:
+    def _entry(self, place: int) -> _Entry:
         return self._entries(place, 1)[0]
 
-    def _entries(self, first: int, count: int) -> list[Entry]:
+    def _entries(self, first: int, count: int) -> list[_Entry]:
         data = os.pread(self._fd, count * ENTRY_BYTES, self._entry_at(first))
-        return [Entry(*_ENTRY.unpack_from(data, at)) for at in range(0, len(data), ENTRY_BYTES)]
+        return [_Entry(*_ENTRY.unpack_from(data, at)) for at in range(0, len(data), ENTRY_BYTES)]
 
-    def _write_entry(self, place: int, entry: Entry) -> None:
+    def _write_entry(self, place: int, entry: _Entry) -> None:
         os.pwrite(self._fd, _ENTRY.pack(*entry), self._entry_at(place))
 
     def _note_read(self, place: int, was_read: int) -> None:

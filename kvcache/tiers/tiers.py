@@ -12,15 +12,15 @@ import hashlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Any, NamedTuple
 
 from kvcache.tiers.figures import TierFigures
-from kvcache.tiers.jobs import Load, Save
-from kvcache.tiers.records import SECRET_BYTES, Outcome, RecordStore
+from kvcache.tiers.jobs import LoadJob, SaveJob
+from kvcache.tiers.records import SECRET_BYTES, ReadResult, RecordStore
 from kvcache.unit import Unit
 
 log = logging.getLogger(__name__)
@@ -76,11 +76,11 @@ class Tiers:
         self.on_idle = on_idle
         oldest = tiers[-1].blocks  # the slowest tier outlives the others
         self._secret, self._generation = oldest.secret, oldest.generation
-        self._done: deque[Save | Load] = deque()
+        self._done: deque[SaveJob | LoadJob] = deque()
         self._lock = Lock()  # of the figures
         self._figures = TierFigures()
         self._counted_s = float("-inf")
-        self._jobs: list[SimpleQueue[Save | Load | None]] = [SimpleQueue(), SimpleQueue()]
+        self._jobs: list[SimpleQueue[SaveJob | LoadJob | None]] = [SimpleQueue(), SimpleQueue()]
         self._threads = [
             Thread(target=self._work, args=(jobs, make_units, enter_thread), name=name, daemon=True)
             for jobs, name in zip(self._jobs, ("kv-load", "kv-save"), strict=True)
@@ -97,16 +97,16 @@ class Tiers:
     def has(self, key: bytes, *, is_state: bool = False) -> bool:
         """Whether some tier has a record. It may be gone when it is read."""
         for tier in list(self._tiers):
-            with _LeavingOut(self, tier):
+            with self._without_failures_of(tier):
                 if tier.store(is_state=is_state).has(key):
                     return True
         return False
 
-    def save(self, save: Save) -> None:
+    def save(self, save: SaveJob) -> None:
         """Copy a block or a state, which must not change until `finished` returns the job."""
         self._jobs[1].put(save)
 
-    def load(self, load: Load) -> None:
+    def load(self, load: LoadJob) -> None:
         """Fill blocks and a state slot, which nothing else may read or write until `finished` returns the job."""
         self._jobs[0].put(load)
 
@@ -115,7 +115,7 @@ class Tiers:
         """Whether `finished` would return a job."""
         return bool(self._done)
 
-    def finished(self) -> list[Save | Load]:
+    def finished(self) -> list[SaveJob | LoadJob]:
         """Return the jobs that ended since the last call."""
         return [self._done.popleft() for _ in range(len(self._done))]
 
@@ -123,7 +123,7 @@ class Tiers:
         """Begin a generation, unless it has begun: no record of an older one is found again, here or after a restart."""
         self._generation = max(self._generation, generation)
         for tier in list(self._tiers):
-            with _LeavingOut(self, tier):
+            with self._without_failures_of(tier):
                 tier.blocks.advance_to(self._generation)
 
     def note(
@@ -161,7 +161,7 @@ class Tiers:
 
     def _work(
         self,
-        jobs: "SimpleQueue[Save | Load | None]",
+        jobs: "SimpleQueue[SaveJob | LoadJob | None]",
         make_units: Callable[[], Units],
         enter_thread: Callable[[], None],
     ) -> None:
@@ -170,20 +170,20 @@ class Tiers:
         while (job := jobs.get()) is not None:
             begun_s = time.perf_counter()
             try:
-                if isinstance(job, Load):
+                if isinstance(job, LoadJob):
                     self._load(job, units)
                 else:
                     self._save(job, units)
-            except Exception:
+            except Exception:  # the thread goes on: a job that never ended would keep its blocks
                 log.exception("A KV block was not copied. It is computed again when it is needed")
             seconds = time.perf_counter() - begun_s
-            self._add(**{"load_s" if isinstance(job, Load) else "store_s": seconds})
+            self._add(**{"load_s" if isinstance(job, LoadJob) else "store_s": seconds})
             self._done.append(job)
             if jobs.empty():
                 self._count_records()
                 self.on_idle()
 
-    def _load(self, load: Load, units: Units) -> None:
+    def _load(self, load: LoadJob, units: Units) -> None:
         """Fill blocks until one is missing. Blocks without the state that belongs to them are of no use."""
         if load.state_key is not None:
             load.has_state = bool(self._read(load.state_key, load.slot, units, is_state=True))
@@ -201,20 +201,20 @@ class Tiers:
         unit = units.unit(is_state=is_state)
         for tier in list(self._tiers):
             store = tier.store(is_state=is_state)
-            with _LeavingOut(self, tier):
+            with self._without_failures_of(tier):
                 outcome = store.read(key, unit.buffers(index), lambda: unit.take(index))
-                if outcome is Outcome.WHOLE:
+                if outcome is ReadResult.WHOLE:
                     self._add(**{f"{tier.name}_load_bytes": store.record_bytes})
                     return tier.name
-                if outcome is Outcome.DAMAGED:
+                if outcome is ReadResult.DAMAGED:
                     log.warning("A KV block of %s was damaged. It is computed again", store.name)
                     self._add(num_faults=1)
         return None
 
-    def _save(self, save: Save, units: Units) -> None:
+    def _save(self, save: SaveJob, units: Units) -> None:
         missing = []
         for tier in list(self._tiers):
-            with _LeavingOut(self, tier):
+            with self._without_failures_of(tier):
                 if tier.store(is_state=save.is_state).has(save.key):
                     tier.store(is_state=save.is_state).touch(save.key)
                 else:
@@ -224,13 +224,18 @@ class Tiers:
         buffers, checksum = units.unit(is_state=save.is_state).export(save.index)
         for tier in missing:
             store = tier.store(is_state=save.is_state)
-            with _LeavingOut(self, tier):
+            with self._without_failures_of(tier):
                 if store.write(save.key, buffers, checksum):
                     self._add(**{f"{tier.name}_store_bytes": store.record_bytes})
 
-    def leave_out(self, tier: Tier, error: OSError) -> None:
-        """Serve without a tier from now on."""
-        with suppress(ValueError):  # the other thread has already done it
+    @contextmanager
+    def _without_failures_of(self, tier: Tier) -> Iterator[None]:
+        """If the tier's file fails inside, serve without the tier from now on."""
+        try:
+            yield
+        except OSError as error:
+            if tier not in self._tiers:  # the other thread was faster
+                return
             self._tiers.remove(tier)
             log.warning("The KV tier on %s is disabled until the next start: %s", tier.blocks.name, error)
             if tier.name == "disk":
@@ -243,26 +248,10 @@ class Tiers:
             return
         self._counted_s = now_s
         for tier in list(self._tiers):
-            with _LeavingOut(self, tier):
+            with self._without_failures_of(tier):
                 stores = [tier.blocks] if tier.states is None else [tier.blocks, tier.states]
                 used = sum(store.count() * store.record_bytes for store in stores)
                 room = sum(store.num_records * store.record_bytes for store in stores)
                 sizes: dict[str, Any] = {f"{tier.name}_bytes": used, f"{tier.name}_capacity_bytes": room}
                 with self._lock:
                     self._figures = self._figures._replace(**sizes)
-
-
-class _LeavingOut:
-    """Leave a tier out if its file fails."""
-
-    def __init__(self, tiers: Tiers, tier: Tier) -> None:
-        self._owner, self._tier = tiers, tier
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if not isinstance(error, OSError):
-            return False
-        self._owner.leave_out(self._tier, error)
-        return True

@@ -19,7 +19,7 @@ from moe.adopt.norms import epsilon, weight_of
 from moe.cpu.activations import Activations, Rows
 from moe.cpu.layer_parts import Norm
 from moe.cpu.layer_program import LayerProgram
-from moe.cpu.net_program import IDS, ROW_OF, ROWS_FROM, Angles, Projection, embed_row
+from moe.cpu.net_program import IDS, ROW_OF, ROWS_FROM, AngleTable, Projection, embed_row
 from moe.cpu.packed_weight import PackedWeight
 from moe.cpu.products import GATHER, linear_row
 from moe.cpu.step_program import Ends, StepProgram
@@ -39,7 +39,7 @@ class DraftProgram:
         """Take an MTP layer's head and all its decoder layers. Head and model must pass `is_fit` and `are_fit`."""
         self._step = step
         decoder: Any = body_of(net)
-        self._angles, room = Angles(decoder.rotary_emb), activations.room
+        self._angles, room = AngleTable(decoder.rotary_emb), activations.room
         embedding: PackedWeight = decoder.embed_tokens.weight
         before = self._joining(embedding, head, activations)
         E = self._angles.dims

@@ -1,7 +1,7 @@
 """A causal language model as one program: from token ids to logits.
 
 If the decoder is one program (`moe.cpu.step_program`), the embedding, the rotary angles and the output projection are added
-to it. Angles are read from a table, which the model's own code fills as positions grow. A bit-for-bit trial before use
+to it. AngleTable are read from a table, which the model's own code fills as positions grow. A bit-for-bit trial before use
 checks that the model does nothing else (`moe.cpu.adopt_layers`): models that scale or cap logits keep their own code.
 
 Legend: T rows, R rows that need logits, D hidden dim, E rotary dims, P positions, V vocabulary.
@@ -79,7 +79,7 @@ _COSINES, _SINES, _LOGITS = ANGLES.place("cosines"), ANGLES.place("sines"), LINE
 _ANSWERED = {"position_ids", CACHE, "use_cache"}  # options that the step determines, or constant ones
 
 
-class Angles:
+class AngleTable:
     """Cosines and sines of rotary angles by position, computed by the model's own code as positions grow."""
 
     def __init__(self, rotary: Any) -> None:
@@ -168,7 +168,7 @@ class NetProgram:
         """Take all layers of a model that `are_fit` accepts. `net` runs calls that the program does not support."""
         self._net, self._step = weakref.ref(net), step
         decoder: Any = body_of(net)
-        self._angles, embedding = Angles(decoder.rotary_emb), decoder.embed_tokens.weight
+        self._angles, embedding = AngleTable(decoder.rotary_emb), decoder.embed_tokens.weight
         room, D, E = activations.room, embedding.in_dim, self._angles.dims
         self._projection = Projection(net.get_output_embeddings().weight, room("final", D), activations)
         before = [

@@ -37,7 +37,7 @@ _DESCRIBED_BYTES = 16  # rows of a tensor with a descriptor begin at multiples
 _LANES = 32  # of a warp; a list of fewer slots takes more registers
 
 
-class Fp8Rows(NamedTuple):
+class QuantisedRows(NamedTuple):
     """Quantised rows."""
 
     codes: Tensor  # [T, K] float8_e4m3fn
@@ -99,7 +99,7 @@ def why_no_fp8(device: torch.device) -> str | None:
     return f"compute capability {needed}, and this GPU has {seen}"
 
 
-def quantise_rows(x_TK: Tensor, weights: PlacedWeights) -> Fp8Rows:
+def quantise_rows(x_TK: Tensor, weights: PlacedWeights) -> QuantisedRows:
     """Quantise rows for weights that take quantised ones; local.
 
     Args:
@@ -114,18 +114,18 @@ def quantise_rows(x_TK: Tensor, weights: PlacedWeights) -> Fp8Rows:
             quantise_whole_rows[(T,)](
                 x_TK, codes, scales, K=K, K_PAD=padded, num_warps=min(16, max(1, padded // 1024))
             )
-        return Fp8Rows(codes, scales, x_TK.dtype)
+        return QuantisedRows(codes, scales, x_TK.dtype)
     scales = torch.empty(T, triton.cdiv(K, STEP_INPUTS), dtype=torch.float32, device=x_TK.device)
     if T:
         programs = triton.cdiv(scales.numel(), _GROUPS)
         quantise_groups[(programs,)](
             x_TK, codes, scales, scales.numel(), K=K, STEP=STEP_INPUTS, GROUPS=_GROUPS, num_warps=4
         )  # fmt: skip
-    return Fp8Rows(codes, scales, x_TK.dtype)
+    return QuantisedRows(codes, scales, x_TK.dtype)
 
 
 def multiply_rows(
-    x: Tensor | Fp8Rows,
+    x: Tensor | QuantisedRows,
     weights: PlacedWeights,
     slot_offsets: Tensor,
     places_S: Tensor,
@@ -138,7 +138,7 @@ def multiply_rows(
     tile: GroupedTile | None = None,
     feeds: PlacedWeights | None = None,
     workspace: Workspace | None = None,
-) -> Tensor | Fp8Rows:
+) -> Tensor | QuantisedRows:
     """Multiply each row with its slot's weight, in FP8 if the weights take quantised rows. See `moe.gpu.grouped.grouped_linear`.
 
     Args:
@@ -173,7 +173,7 @@ def multiply_rows(
         rows, weights, slot_offsets, places_S, out, out_scales, tile=chosen, expected=expected, rows_P=rows_P, gate=gate,
         biases_WN=biases_WN,
     )  # fmt: skip
-    return out if out_scales is None else Fp8Rows(out, out_scales, rows.dtype)
+    return out if out_scales is None else QuantisedRows(out, out_scales, rows.dtype)
 
 
 def takes_groups(weights: PlacedWeights) -> bool:
@@ -182,7 +182,7 @@ def takes_groups(weights: PlacedWeights) -> bool:
 
 
 def launch(
-    rows: Fp8Rows,
+    rows: QuantisedRows,
     weights: PlacedWeights,
     slot_offsets: Tensor,
     places_S: Tensor,
@@ -269,7 +269,7 @@ def why_no_flow(weights: PlacedWeights, *, is_gated: bool) -> str | None:
 
 
 def _check(
-    rows: Fp8Rows, weights: PlacedWeights, tile: AnyTile, *, is_gated: bool, quantises_out: bool
+    rows: QuantisedRows, weights: PlacedWeights, tile: AnyTile, *, is_gated: bool, quantises_out: bool
 ) -> None:
     K, block = weights.in_dim, weights.format.block
     weights.check()

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 from kvcache.blocks import BlockPool
 from kvcache.states import StatePool
 from kvcache.tiers.figures import TierFigures
-from kvcache.tiers.jobs import Load, Save
+from kvcache.tiers.jobs import LoadJob, SaveJob
 from scheduler.policy.sequence import Sequence
 
 MOST_LOAD_S = 3.0
@@ -33,11 +33,11 @@ class KeepsTiers(Protocol):
 
     def has(self, key: bytes, *, is_state: bool = False) -> bool: ...
 
-    def save(self, save: Save) -> None: ...
+    def save(self, save: SaveJob) -> None: ...
 
-    def load(self, load: Load) -> None: ...
+    def load(self, load: LoadJob) -> None: ...
 
-    def finished(self) -> list[Save | Load]: ...
+    def finished(self) -> list[SaveJob | LoadJob]: ...
 
     def forget(self, generation: int) -> None: ...
 
@@ -68,7 +68,7 @@ class TierTables:
 
     def __init__(self, tiers: KeepsTiers, pool: BlockPool, states: StatePool | None) -> None:
         self._tiers, self._pool, self._states = tiers, pool, states
-        self._loads: dict[Load, _Loading] = {}
+        self._loads: dict[LoadJob, _Loading] = {}
         self._num_saves = {False: 0, True: 0}  # open ones: of blocks, and of states
         self._most_saves = {
             False: max(1, pool.num_blocks // SHARE_OF_SAVES),
@@ -81,27 +81,27 @@ class TierTables:
         return self._tiers.figures
 
     def offer_blocks(self, sequence: Sequence, num_published: int) -> None:
-        """Save the sequence's first blocks, up to `num_published`, that were not offered before."""
+        """SaveJob the sequence's first blocks, up to `num_published`, that were not offered before."""
         while sequence.num_offered < num_published and self._num_saves[False] < self._most_saves[False]:
             block_id = sequence.block_ids[sequence.num_offered]
             if self._pool.pin(block_id):
                 self._num_saves[False] += 1
-                self._tiers.save(Save(block_id, self._pool.key_of(block_id)))
+                self._tiers.save(SaveJob(block_id, self._pool.key_of(block_id)))
             sequence.num_offered += 1
 
     def offer_last_blocks(self, sequence: Sequence) -> None:
-        """Save what is left of a sequence that no longer runs. Count the blocks that find no room."""
+        """SaveJob what is left of a sequence that no longer runs. Count the blocks that find no room."""
         num_published = sequence.num_computed // self._pool.block_tokens
         self.offer_blocks(sequence, num_published)
         self._tiers.note(num_dropped=max(0, num_published - sequence.num_offered))
 
     def offer_state(self, slot: int, key: bytes) -> None:
-        """Save a published snapshot that no promise depends on."""
+        """SaveJob a published snapshot that no promise depends on."""
         states = self._states
         assert states is not None, "the model keeps no states"
         if self._num_saves[True] < self._most_saves[True] and states.begin(slot, 0):
             self._num_saves[True] += 1
-            self._tiers.save(Save(slot, key, is_state=True))
+            self._tiers.save(SaveJob(slot, key, is_state=True))
 
     def look(self, sequence: Sequence, num_shareable: int, num_spare: int, now_s: float) -> bool:
         """Begin to load what continues the sequence's cached prefix, if a tier has it. Returns whether it loads.
@@ -137,14 +137,14 @@ class TierTables:
         self._tiers.load(load)
         return True
 
-    def _find(self, keys: list[bytes], num_matched: int) -> Load | None:
+    def _find(self, keys: list[bytes], num_matched: int) -> LoadJob | None:
         """Return what to load after the first `num_matched` blocks of a prefix. None if no tier can add to it."""
         states = self._states
         if states is None:
             end = num_matched
             while end < len(keys) and self._tiers.has(keys[end]):
                 end += 1
-            return Load(keys[num_matched:end]) if end > num_matched else None
+            return LoadJob(keys[num_matched:end]) if end > num_matched else None
         first = states.find(keys[:num_matched]).num_blocks
         for end in range(len(keys), first, -1):
             if self._tiers.has(keys[end - 1], is_state=True):
@@ -153,12 +153,12 @@ class TierTables:
             return None
         missing = keys[num_matched:end]
         slot = states.take_left_over() if all(self._tiers.has(key) for key in missing) else None
-        return None if slot is None else Load(missing, state_key=keys[end - 1], slot=slot)
+        return None if slot is None else LoadJob(missing, state_key=keys[end - 1], slot=slot)
 
     def collect(self, now_s: float) -> None:
         """Take back the jobs that ended, and stop waiting for those that take too long."""
         for job in self._tiers.finished():
-            if isinstance(job, Save):
+            if isinstance(job, SaveJob):
                 self._num_saves[job.is_state] -= 1
                 if not job.is_state:
                     self._pool.unpin(job.index)
@@ -170,7 +170,7 @@ class TierTables:
             if now_s > loading.until_s:
                 loading.sequence.is_loading = False
 
-    def _end_load(self, load: Load, loading: _Loading) -> None:
+    def _end_load(self, load: LoadJob, loading: _Loading) -> None:
         """Publish what was loaded, and release everything."""
         pool, states, size = self._pool, self._states, self._pool.block_tokens
         is_valid = loading.secret == self._tiers.secret  # otherwise all prefixes were forgotten meanwhile

@@ -12,7 +12,7 @@ from dispatch.wires.segment import identify_process
 from kvcache.gpu.unit import DeviceUnit
 from kvcache.paged_cache import PagedCache
 from kvcache.tiers.opening import Kinds, open_disk, open_host
-from kvcache.tiers.records import Layout, StoreError
+from kvcache.tiers.records import RecordLayout, StoreError
 from kvcache.tiers.tiers import Tiers, Units
 from kvcache.unit import CacheUnit, block_parts, layout_of, state_parts
 from scheduler.policy.config import ConfigError, EngineConfig
@@ -68,10 +68,12 @@ def _kinds(config: EngineConfig, cache: PagedCache, device: torch.device, units:
     }
     model = layout_of(cache, facts)
     software = hashlib.sha256(config.software_facts.encode()).digest()
-    blocks = Layout(model, software, units.blocks.num_bytes)
+    blocks = RecordLayout(model, software, units.blocks.num_bytes)
     if not units.states.num_bytes:
         return Kinds(blocks, None)
     num_slots = max(len(states) for states in cache.states)
     of_states = units.states.num_bytes * num_slots
     of_blocks = units.blocks.num_bytes * cache.num_blocks
-    return Kinds(blocks, Layout(model, software, units.states.num_bytes), of_states / (of_states + of_blocks))
+    return Kinds(
+        blocks, RecordLayout(model, software, units.states.num_bytes), of_states / (of_states + of_blocks)
+    )

@@ -48,7 +48,7 @@ class MoveCause(Enum):
     DRAIN = "drain"  # its rank is draining
 
 
-class Released(NamedTuple):
+class ReleasedRequest(NamedTuple):
     """A request that its rank released."""
 
     cause: MoveCause
@@ -268,7 +268,7 @@ class Router:
             self._outstanding[load.rank] -= load.num_tokens
             self._num_open[load.rank] -= 1
 
-    def take_back(self, request_id: str, prompt_ids: Sequence[int]) -> Released:
+    def take_back(self, request_id: str, prompt_ids: Sequence[int]) -> ReleasedRequest:
         """Record that a rank released a request. If it had not begun, forget the prefixes that only it brought there.
 
         Args:
@@ -281,8 +281,8 @@ class Router:
             self._prefixes.forget(prompt_ids, load.rank)
         stats = None if load.target is None else self._stats.get(load.target)
         if stats is None or not self._receivers()[stats.rank] or (load.waits and stats.num_waiting):
-            return Released(cause)
-        return Released(cause, stats.rank)
+            return ReleasedRequest(cause)
+        return ReleasedRequest(cause, stats.rank)
 
     def note_size(
         self, rank: int, *, seats: int, block_tokens: int, step_tokens: int = USUAL_STEP_TOKENS
@@ -387,10 +387,8 @@ class Router:
         Args:
             preempted: Ranks where preempted requests wait.
         """
-        short, free_tokens = (
-            set[int](),
-            dict[int, int](),
-        )  # the latter: of ranks with a seat for a waiting request
+        short: set[int] = set()
+        free_tokens: dict[int, int] = {}  # of ranks with a seat for a waiting request
         for rank, stats in self._stats.items():
             block_tokens = self._block_tokens.get(rank)
             if block_tokens is None or not stats.num_running or self._is_draining[rank]:
@@ -401,9 +399,8 @@ class Router:
             elif stats.num_waiting and stats.num_running < self._seats[rank]:
                 free_tokens[rank] = free_blocks * block_tokens
         for _, load in self._in_order_of_begin(free_tokens) if free_tokens else ():
-            if load.prompt_tokens > free_tokens.pop(
-                load.rank, load.prompt_tokens
-            ):  # the first one of its rank
+            free = free_tokens.pop(load.rank, None)
+            if free is not None and load.prompt_tokens > free:  # the rank's first one
                 short.add(load.rank)
         return short
 

@@ -369,9 +369,8 @@ class SimulatedService:
         rank = self._ranks[number]
         ids = [sequence.request.request_id for sequence in rank.scheduler.running]
         entries = [self._open[request_id] for request_id in ids]
-        replayed = [
-            len(entry.request.replayed_ids) for entry in entries
-        ]  # the router was charged again after a move
+        # The router was charged again after a move.
+        replayed = [len(entry.request.replayed_ids) for entry in entries]
         left = [
             EXPECTED_OUTPUT_TOKENS - entry.num_tokens + count
             for entry, count in zip(entries, replayed, strict=True)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from kvcache.tiers.records import Layout, Outcome, RecordStore, StoreError, file_bytes
+from kvcache.tiers.records import ReadResult, RecordLayout, RecordStore, StoreError, file_bytes
 
 SIZE = 256
-LAYOUT = Layout(b"m" * 32, b"s" * 32, SIZE)
+LAYOUT = RecordLayout(b"m" * 32, b"s" * 32, SIZE)
 
 
 def key_of(number: int) -> bytes:
@@ -28,7 +28,7 @@ def sum_bytes(buffer: bytes | bytearray) -> int:
     return int.from_bytes(buffer[-8:], "little") ^ sum(buffer)
 
 
-def open_store(path: Path, *, num_records: int = 64, layout: Layout = LAYOUT) -> RecordStore:
+def open_store(path: Path, *, num_records: int = 64, layout: RecordLayout = LAYOUT) -> RecordStore:
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     return RecordStore(fd, layout, file_bytes(num_records, layout.record_bytes) + 8192, name=str(path))
 
@@ -39,7 +39,7 @@ def put(store: RecordStore, number: int) -> bool:
     return store.write(key_of(number), parts, sum_bytes(content))
 
 
-def get(store: RecordStore, number: int) -> tuple[Outcome, bytes]:
+def get(store: RecordStore, number: int) -> tuple[ReadResult, bytes]:
     buffer = bytearray(SIZE)
     view = memoryview(buffer)
     outcome = store.read(key_of(number), [view[:7], view[7:]], lambda: sum_bytes(buffer))
@@ -61,8 +61,8 @@ def test_records_are_found_again_also_by_another_process_and_after_reopening(tmp
     assert second.secret == first.secret and second.num_records == first.num_records >= 64
     for store in (first, second):
         assert store.has(key_of(1)) and not store.has(key_of(2))
-        assert get(store, 1) == (Outcome.WHOLE, content_of(1))
-        assert get(store, 2)[0] is Outcome.MISS
+        assert get(store, 1) == (ReadResult.WHOLE, content_of(1))
+        assert get(store, 2)[0] is ReadResult.MISS
     assert second.count() == 1
 
 
@@ -72,7 +72,7 @@ def test_records_that_nobody_read_are_replaced_first_in_the_order_in_which_they_
     count = store.num_records
     assert all(put(store, number) for number in range(count))
     for number in (0, 1, 5):
-        assert get(store, number)[0] is Outcome.WHOLE
+        assert get(store, number)[0] is ReadResult.WHOLE
     store.touch(key_of(7))
     assert all(put(store, number) for number in range(count, count + 4))
     assert [number for number in range(count) if not store.has(key_of(number))] == [2, 3, 4, 6]
@@ -81,7 +81,7 @@ def test_records_that_nobody_read_are_replaced_first_in_the_order_in_which_they_
 
 def test_a_store_in_which_everything_was_read_still_takes_records(store: RecordStore) -> None:
     for number in range(3 * store.num_records):
-        assert put(store, number) and get(store, number)[0] is Outcome.WHOLE
+        assert put(store, number) and get(store, number)[0] is ReadResult.WHOLE
     assert store.count() == store.num_records
 
 
@@ -103,10 +103,12 @@ def test_a_flipped_byte_is_found_erased_and_never_served(tmp_path: Path, at: int
     place = bytes(data).index(content_of(3))
     data[place + at] ^= 0x10
     path.write_bytes(data)
-    assert get(store, 3)[0] is Outcome.DAMAGED
-    assert get(store, 3)[0] is Outcome.MISS, "it was erased"
-    assert all(get(store, number) == (Outcome.WHOLE, content_of(number)) for number in (0, 1, 2, 4, 5, 6, 7))
-    assert put(store, 3) and get(store, 3) == (Outcome.WHOLE, content_of(3))
+    assert get(store, 3)[0] is ReadResult.DAMAGED
+    assert get(store, 3)[0] is ReadResult.MISS, "it was erased"
+    assert all(
+        get(store, number) == (ReadResult.WHOLE, content_of(number)) for number in (0, 1, 2, 4, 5, 6, 7)
+    )
+    assert put(store, 3) and get(store, 3) == (ReadResult.WHOLE, content_of(3))
 
 
 def test_a_flipped_byte_of_an_entry_is_a_miss_or_a_fault(tmp_path: Path) -> None:
@@ -119,7 +121,7 @@ def test_a_flipped_byte_of_an_entry_is_a_miss_or_a_fault(tmp_path: Path) -> None
         data = bytearray(whole)
         data[start + at] ^= 0x40
         path.write_bytes(data)
-        assert get(store, 5)[0] in (Outcome.MISS, Outcome.DAMAGED)
+        assert get(store, 5)[0] in (ReadResult.MISS, ReadResult.DAMAGED)
         path.write_bytes(whole)
 
 
@@ -150,7 +152,7 @@ def test_another_size_or_version_begins_anew_but_not_under_a_running_service(tmp
     for other in others:
         with pytest.raises(StoreError, match="is in use by a service of another version or size"):
             other()
-    assert get(running, 1)[0] is Outcome.WHOLE
+    assert get(running, 1)[0] is ReadResult.WHOLE
     running.close()
     for other in others:
         store = other()
@@ -189,9 +191,9 @@ def _storm(path: Path, seed: int, count: int) -> int:
             put(store, number)
             continue
         outcome, content = get(store, number)
-        if outcome is Outcome.DAMAGED or (outcome is Outcome.WHOLE and content != content_of(number)):
+        if outcome is ReadResult.DAMAGED or (outcome is ReadResult.WHOLE and content != content_of(number)):
             return -1
-        whole += outcome is Outcome.WHOLE
+        whole += outcome is ReadResult.WHOLE
     return whole
 
 
@@ -225,5 +227,7 @@ def test_a_writer_may_be_killed_at_any_moment(tmp_path: Path) -> None:
         writer.join(timeout=30)
         for number in range(200):
             outcome, content = get(store, number)
-            assert outcome is Outcome.MISS or (outcome is Outcome.WHOLE and content == content_of(number))
+            assert outcome is ReadResult.MISS or (
+                outcome is ReadResult.WHOLE and content == content_of(number)
+            )
     assert all(put(store, number) for number in range(1000, 1016)), "a dead writer keeps no lock"

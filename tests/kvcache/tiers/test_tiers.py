@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from kvcache.paged_cache import LayerShape, PagedCache, StateShape
-from kvcache.tiers.jobs import Load, Save
+from kvcache.tiers.jobs import LoadJob, SaveJob
 from kvcache.tiers.opening import Kinds, SharedStore, open_disk, open_host
-from kvcache.tiers.records import Layout, StoreError
+from kvcache.tiers.records import RecordLayout, StoreError
 from kvcache.tiers.tiers import Tiers, Units
 from kvcache.unit import CacheUnit, block_parts, state_parts
 
@@ -39,8 +39,8 @@ class Rank:
             part.copy_(torch.rand(part.shape, generator=generator))
         self.units = self._units()
         kinds = Kinds(
-            Layout(b"m" * 32, b"s" * 32, self.units.blocks.num_bytes),
-            Layout(b"m" * 32, b"s" * 32, self.units.states.num_bytes),
+            RecordLayout(b"m" * 32, b"s" * 32, self.units.blocks.num_bytes),
+            RecordLayout(b"m" * 32, b"s" * 32, self.units.states.num_bytes),
             0.3,
         )
         tiers = [open_disk(disk, kinds, MEMORY)] if disk else []
@@ -59,9 +59,9 @@ class Rank:
         buffers, _ = self.units.unit(is_state=is_state).export(index)
         return b"".join(bytes(buffer) for buffer in buffers)
 
-    def do(self, job: Save | Load) -> None:
+    def do(self, job: SaveJob | LoadJob) -> None:
         """Run a job to its end."""
-        (self.tiers.save if isinstance(job, Save) else self.tiers.load)(job)  # type: ignore[arg-type]
+        (self.tiers.save if isinstance(job, SaveJob) else self.tiers.load)(job)  # type: ignore[arg-type]
         self.until(lambda: job in self.tiers.finished())
 
     def until(self, holds: Callable[[], bool]) -> None:
@@ -84,11 +84,11 @@ def rank(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rank]:
 
 def test_blocks_and_states_come_back_in_other_places(rank: Rank) -> None:
     before = rank.record(0), rank.record(1), rank.record(2, is_state=True)
-    for job in (Save(0, key_of(0)), Save(1, key_of(1)), Save(2, key_of(1), is_state=True)):
+    for job in (SaveJob(0, key_of(0)), SaveJob(1, key_of(1)), SaveJob(2, key_of(1), is_state=True)):
         rank.do(job)
     assert rank.tiers.has(key_of(1)) and rank.tiers.has(key_of(1), is_state=True)
     assert not rank.tiers.has(key_of(2)) and not rank.tiers.has(key_of(0), is_state=True)
-    load = Load([key_of(0), key_of(1)], [5, 4], state_key=key_of(1), slot=3)
+    load = LoadJob([key_of(0), key_of(1)], [5, 4], state_key=key_of(1), slot=3)
     rank.do(load)
     assert (load.num_loaded, load.has_state) == (2, True)
     assert (rank.record(5), rank.record(4), rank.record(3, is_state=True)) == before
@@ -96,11 +96,11 @@ def test_blocks_and_states_come_back_in_other_places(rank: Rank) -> None:
 
 def test_a_load_ends_at_the_first_missing_block_and_needs_its_state(rank: Rank) -> None:
     for number in (0, 2):
-        rank.do(Save(number, key_of(number)))
-    part = Load([key_of(0), key_of(1), key_of(2)], [5, 6, 7])
+        rank.do(SaveJob(number, key_of(number)))
+    part = LoadJob([key_of(0), key_of(1), key_of(2)], [5, 6, 7])
     rank.do(part)
     assert part.num_loaded == 1
-    without_state = Load([key_of(0)], [5], state_key=key_of(0), slot=3)
+    without_state = LoadJob([key_of(0)], [5], state_key=key_of(0), slot=3)
     rank.do(without_state)
     assert (without_state.num_loaded, without_state.has_state) == (0, False)
 
@@ -108,8 +108,8 @@ def test_a_load_ends_at_the_first_missing_block_and_needs_its_state(rank: Rank) 
 def test_host_memory_is_used_first_and_the_disk_keeps_everything(tmp_path: Path) -> None:
     rank = Rank(disk=tmp_path / "kv")
     for number in range(3):
-        rank.do(Save(number, key_of(number)))
-    load = Load([key_of(0), key_of(1)], [5, 6])
+        rank.do(SaveJob(number, key_of(number)))
+    load = LoadJob([key_of(0), key_of(1)], [5, 6])
     rank.do(load)
     assert load.sources == ["host", "host"]
     figures = rank.tiers.figures
@@ -123,11 +123,11 @@ def test_host_memory_is_used_first_and_the_disk_keeps_everything(tmp_path: Path)
     rank.tiers.close()
     again = Rank(disk=tmp_path / "kv")
     assert again.tiers.secret == secret, "keys are the same after a restart"
-    load = Load([key_of(0), key_of(1)], [5, 6])
+    load = LoadJob([key_of(0), key_of(1)], [5, 6])
     again.do(load)
     assert load.sources == ["disk", "disk"] and again.record(6) == rank.record(1)
-    again.do(Save(5, key_of(0)))  # as the scheduler does with every block that it publishes
-    load = Load([key_of(0)], [7])
+    again.do(SaveJob(5, key_of(0)))  # as the scheduler does with every block that it publishes
+    load = LoadJob([key_of(0)], [7])
     again.do(load)
     assert load.sources == ["host"]
     again.tiers.close()
@@ -135,17 +135,17 @@ def test_host_memory_is_used_first_and_the_disk_keeps_everything(tmp_path: Path)
 
 def test_a_damaged_record_is_counted_and_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rank = Rank(host_bytes=0, disk=tmp_path / "kv")
-    rank.do(Save(0, key_of(0)))
+    rank.do(SaveJob(0, key_of(0)))
     path = tmp_path / "kv" / "blocks.kv"
     data = path.read_bytes()
     at = data.index(rank.record(0))
     path.write_bytes(data[: at + 40] + bytes([data[at + 40] ^ 1]) + data[at + 41 :])
-    load = Load([key_of(0)], [5])
+    load = LoadJob([key_of(0)], [5])
     rank.do(load)
     assert load.num_loaded == 0 and rank.tiers.figures.num_faults == 1
     assert "was damaged" in caplog.text and str(path) in caplog.text
-    rank.do(Save(0, key_of(0)))
-    rank.do(load := Load([key_of(0)], [5]))
+    rank.do(SaveJob(0, key_of(0)))
+    rank.do(load := LoadJob([key_of(0)], [5]))
     assert load.num_loaded == 1 and rank.record(5) == rank.record(0)
     rank.tiers.close()
 
@@ -160,10 +160,10 @@ def test_a_disk_that_fails_is_left_out_and_host_memory_goes_on(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(disk, "write", full)
-    rank.do(Save(0, key_of(0)))
+    rank.do(SaveJob(0, key_of(0)))
     assert rank.tiers.figures.is_disk_off and "No space left on device" in caplog.text
-    rank.do(Save(1, key_of(1)))
-    rank.do(load := Load([key_of(0), key_of(1)], [5, 6]))
+    rank.do(SaveJob(1, key_of(1)))
+    rank.do(load := LoadJob([key_of(0), key_of(1)], [5, 6]))
     assert load.sources == ["host", "host"]
     assert caplog.text.count("is disabled until the next start") == 1
     rank.tiers.close()
@@ -208,12 +208,12 @@ def test_ranks_of_a_host_share_its_memory_and_it_outlives_the_rank_that_made_it(
     store = FakeStore()
     first, second = Rank(store=store), Rank(store=store)
     assert first.tiers.secret == second.tiers.secret
-    first.do(Save(0, key_of(0)))
+    first.do(SaveJob(0, key_of(0)))
     first.tiers.close()
     for tier in first.tiers._tiers:
         tier.blocks.close()
     third = Rank(store=store)
     for rank in (second, third):
-        rank.do(load := Load([key_of(0)], [5]))
+        rank.do(load := LoadJob([key_of(0)], [5]))
         assert load.num_loaded == 1 and rank.record(5) == first.record(0)
         rank.tiers.close()

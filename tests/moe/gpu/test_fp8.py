@@ -157,7 +157,7 @@ def feed(weights: str) -> None:
     assert isinstance(lowered, Tensor)
     want_PN, group = problem.want(), 128 if weights == "fp8" else 192
     if weights == "fp8":
-        assert isinstance(raised, fp8.Fp8Rows)
+        assert isinstance(raised, fp8.QuantisedRows)
         scales = raised.scales.double()
         _, wanted_scales = quantised(want_PN.float(), 128)
         torch.testing.assert_close(scales, wanted_scales.double(), atol=0, rtol=1e-5)

@@ -4,7 +4,7 @@ import pytest
 
 from kvcache.blocks import BlockPool
 from kvcache.states import StatePool
-from kvcache.tiers.jobs import Load
+from kvcache.tiers.jobs import LoadJob
 from scheduler.policy.request import Request, SamplingParams
 from scheduler.policy.scheduler import Scheduler
 from scheduler.policy.tier_tables import MOST_LOAD_S
@@ -140,8 +140,8 @@ def test_a_wrong_fake_is_noticed() -> None:
     serve(rank, ask("evicts", OTHER), ask("evicts more", OTHER[::-1]))
     fill = rank.tiers._fill
 
-    def fill_wrongly(load: Load) -> Load:
-        filled: Load = fill(load)
+    def fill_wrongly(load: LoadJob) -> LoadJob:
+        filled: LoadJob = fill(load)
         rank.put_row(load.block_ids[0], 0, (0, 6), is_long=False)
         return filled
 

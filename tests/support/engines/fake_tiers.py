@@ -8,7 +8,7 @@ import random
 from typing import Any
 
 from kvcache.tiers.figures import TierFigures
-from kvcache.tiers.jobs import Load, Save
+from kvcache.tiers.jobs import LoadJob, SaveJob
 from tests.support.models.fake_model import PlannedRank
 
 
@@ -23,8 +23,8 @@ class FakeTiers:
         self.chance = 0.5  # that `finished` ends the next job, otherwise
         self._blocks: dict[bytes, Any] = {}
         self._states: dict[bytes, list[int]] = {}
-        self._saves: list[tuple[Save, Any]] = []  # with the content when the save was ordered
-        self._loads: list[Load] = []
+        self._saves: list[tuple[SaveJob, Any]] = []  # with the content when the save was ordered
+        self._loads: list[LoadJob] = []
         self.num_loads = 0
 
     @property
@@ -38,10 +38,10 @@ class FakeTiers:
     def has(self, key: bytes, *, is_state: bool = False) -> bool:
         return key in (self._states if is_state else self._blocks)
 
-    def save(self, save: Save) -> None:
+    def save(self, save: SaveJob) -> None:
         self._saves.append((save, self._content(save.index, is_state=save.is_state)))
 
-    def load(self, load: Load) -> None:
+    def load(self, load: LoadJob) -> None:
         assert load.keys or load.state_key, "a load of nothing"
         self._loads.append(load)
         self.num_loads += 1
@@ -55,8 +55,8 @@ class FakeTiers:
             **{name: present[name] + count for name, count in counts.items()}
         )
 
-    def finished(self) -> list[Save | Load]:
-        done: list[Save | Load] = []
+    def finished(self) -> list[SaveJob | LoadJob]:
+        done: list[SaveJob | LoadJob] = []
         while self._saves and self._is_time():
             save, content = self._saves.pop(0)
             assert self._content(save.index, is_state=save.is_state) == content, (
@@ -71,7 +71,7 @@ class FakeTiers:
     def _is_time(self) -> bool:
         return self.is_prompt or self._random.random() < self.chance
 
-    def _fill(self, load: Load) -> Load:
+    def _fill(self, load: LoadJob) -> LoadJob:
         for key, block_id in zip(load.keys, load.block_ids, strict=True):
             rows = self._blocks.get(key)
             for row in range(self.rank.pool.block_tokens):  # the block is written in any case
