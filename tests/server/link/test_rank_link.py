@@ -433,8 +433,12 @@ def test_a_rank_that_does_not_read_is_lost_after_a_while(
     front.attach()
     stream, now_s = front.ranks.attached[0], time.monotonic()
     monkeypatch.setattr(front.ranks, "_clock", lambda: now_s + 31)
-    stream.write_begun_s = now_s
-    front.say(front.ranks.post, 0, Abort("r"))
+
+    def post_amid_a_write() -> None:  # in the event loop, whose writer sets the time, too
+        stream.write_begun_s = now_s
+        front.ranks.post(0, Abort("r"))
+
+    front.say(post_amid_a_write)
     assert front.events.get(timeout=30) == (0, RankLost("it has not read its messages for 30 s"))
 
 
@@ -447,9 +451,9 @@ def test_a_rank_that_is_lost_while_all_are_told_something_is_not_told(
     ranks, now_s = front.ranks, time.monotonic()
     monkeypatch.setattr(ranks, "_receive", lambda rank, _lost: rank or ranks.give_up(1, "it is stuck"))
     monkeypatch.setattr(ranks, "_clock", lambda: now_s + 31)
-    ranks.attached[0].write_begun_s = now_s
 
     async def drop() -> None:
+        ranks.attached[0].write_begun_s = now_s
         ranks.post_all(DropPlacement(3))
 
     front.run(drop())
