@@ -9,7 +9,6 @@ process groups, which would also kill multiprocessing's resource tracker before 
 import contextlib
 import ctypes
 import functools
-import json
 import os
 import resource
 import select
@@ -211,41 +210,6 @@ class StopSignals:
 
 def _ignore(_number: int, _frame: FrameType | None) -> None:
     """Do nothing: the wake-up descriptor has recorded the signal."""
-
-
-class MessagePipe:
-    """The reading end of a pipe on which a child reports one JSON object per line."""
-
-    def __init__(self) -> None:
-        self.fd, self.child_fd = os.pipe2(os.O_CLOEXEC)
-        os.set_blocking(self.fd, False)
-        self._partial = b""
-        self.at_end = False
-
-    def close_child_end(self) -> None:
-        """Close our copy of the writing end, so that the pipe ends when the child does."""
-        os.close(self.child_fd)
-
-    def close(self) -> None:
-        """Close the reading end."""
-        os.close(self.fd)
-
-    def read(self) -> list[dict[str, Any]]:
-        """Return the complete messages that have arrived.
-
-        Raises:
-            ValueError: A line is not a JSON object.
-        """
-        try:
-            received = os.read(self.fd, 65536)
-        except BlockingIOError:
-            return []
-        self.at_end = not received
-        *lines, self._partial = (self._partial + received).split(b"\n")
-        messages = [json.loads(line) for line in lines]
-        if not all(isinstance(message, dict) for message in messages):
-            raise ValueError(f"not JSON objects: {lines!r}")
-        return messages
 
 
 def kill_if_it_stays(pidfd: int, *, grace_s: float) -> None:

@@ -13,13 +13,11 @@ import gc
 import importlib
 import json
 import os
-import select
 import socket
 import time
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,7 +44,8 @@ from server.machine.parent_death import die_with_parent
 from server.options.flag import OptionsError
 from server.options.reading import options_from_json
 from server.options.table import Options
-from server.serve.children import FRONT_IS_GONE, FRONT_VARIABLE, READY_VARIABLE
+from server.serve.child_messages import SupervisorPipe
+from server.serve.children import FRONT_IS_GONE, FRONT_VARIABLE
 from server.serve.front_stream import FrontStream, num_restarts_of
 from server.serve.greeting import address_elsewhere
 from server.serve.loading import Loading, loading_of
@@ -65,24 +64,6 @@ from server.serve.store.claim import publish_service
 from server.serve.store.node_check import NodesDifferError, check_newcomer, check_nodes_together
 from server.serve.store.rendezvous import Place, place_from
 from server.serve.store.signed_store import SignedStore
-
-
-class SupervisorPipe:
-    """The pipe on which this process reports its progress to the supervisor."""
-
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        self._fd = int(environment[READY_VARIABLE]) if READY_VARIABLE in environment else None
-
-    def tell(self, **message: Any) -> None:
-        """Write one JSON line."""
-        if self._fd is not None:
-            os.write(self._fd, (json.dumps(message) + "\n").encode())
-
-    def tell_if_read(self, **message: Any) -> None:
-        """Write one JSON line, or drop it if the pipe is full because the supervisor has not read for minutes."""
-        if self._fd is not None and select.select([], [self._fd], [], 0)[1]:
-            self.tell(**message)
-
 
 JOIN_TIMEOUT_S = 600.0  # other ranks may still be reading their weights
 STATS_EVERY = 50  # steps without outputs between two reports

@@ -37,6 +37,7 @@ from server.machine.lines import SCREEN_VARIABLE, say
 from server.machine.roots import WIDEEP_COMMAND
 from server.options.reading import environment_from, handed_on
 from server.options.table import Options
+from server.serve.child_messages import MessagePipe
 from server.serve.children import (
     DRAIN_SIGNAL,
     END_NOW_SIGNAL,
@@ -46,7 +47,6 @@ from server.serve.children import (
     READY_VARIABLE,
     SUPERVISOR_STATE_VARIABLE,
     Child,
-    MessagePipe,
     StopSignals,
     adopt_orphans,
     describe_end,

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from server.serve.child_messages import MessagePipe
 from server.serve.children import (
     Child,
-    MessagePipe,
     StopSignals,
     children_of,
     describe_end,
@@ -142,30 +142,6 @@ def test_stop_signals_become_readable_and_are_given_back() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         assert select.select([stop_signals.fd], [], [], 5)[0]
     assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_messages_are_whole_lines() -> None:
-    pipe = MessagePipe()
-    assert pipe.read() == []
-    os.write(pipe.child_fd, b'{"a": 1}\n{"b"')
-    assert pipe.read() == [{"a": 1}]
-    os.write(pipe.child_fd, b": 2}\n")
-    assert pipe.read() == [{"b": 2}]
-    assert not pipe.at_end
-    pipe.close_child_end()
-    assert pipe.read() == []
-    assert pipe.at_end
-    pipe.close()
-
-
-@pytest.mark.parametrize("line", [b"nonsense\n", b"[1]\n"])
-def test_messages_that_are_no_objects_are_an_error(line: bytes) -> None:
-    pipe = MessagePipe()
-    os.write(pipe.child_fd, line)
-    with pytest.raises(ValueError):
-        pipe.read()
-    pipe.close_child_end()
-    pipe.close()
 
 
 def test_orphans_that_do_not_end_are_killed_and_the_spared_are_not() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from server.serve.children import END_NOW_SIGNAL, children_of
-from server.serve.engine import SupervisorPipe
 from server.serve.restarts import MAX_RESTARTS
 from tests.support.models.fake_checkpoint import write_checkpoint
 from tests.support.service.fake_child import KV_CACHE_BYTES
@@ -382,15 +381,3 @@ def test_preflight_errors_come_before_any_child(model: Path) -> None:
         assert service.end()[0] == 1
         assert "has no .safetensors weights" in service.output()
         assert set(service.pids()) == {"worker-0"}
-
-
-def test_a_supervisor_that_does_not_read_keeps_no_heartbeat_waiting() -> None:
-    read_fd, write_fd = os.pipe()
-    pipe = SupervisorPipe({"WIDEEP_READY_FD": str(write_fd)})
-    for beat in range(20_000):  # more than the pipe holds
-        pipe.tell_if_read(beat=beat)
-    assert os.read(read_fd, 1 << 20).startswith(b'{"beat": 0}\n')
-    pipe.tell_if_read(beat=-1)
-    assert os.read(read_fd, 1 << 20).endswith(b'{"beat": -1}\n')
-    os.close(read_fd)
-    os.close(write_fd)
