@@ -1,16 +1,109 @@
-"""The pipe on which a child reports to its supervisor: one JSON object per line."""
+"""The messages between a supervisor and its children, and the state that a supervisor leaves to its replacement.
+
+A child reports on a pipe, one message per line, as a JSON object with the message's fields. The front writes `FrontAddresses` to
+`--ready-fd`. An engine writes to WIDEEP_READY_FD: `ServiceAddress`; `CacheSize`; `Ready` when it serves; then `Beat` several times a
+second until `Leaving`. If the beats stop earlier, the engine hangs (`watchdog`): it is killed and restarted.
+
+In the other direction a child gets its command line and variables: WIDEEP_FRONT has the front's addresses, for an engine and for
+a replacement front. WIDEEP_KEPT names a folder that outlives a front (answers kept for retries, files). A restarted engine gets
+WIDEEP_RESTARTS, the number of restarts, and WIDEEP_RESTARTABLE_IN_S, the time until the next one is allowed.
+
+To add a message: define its class here and list it in `FromChild`; send it with `SupervisorPipe.send`; and add its `case` to
+`Supervisor._on_message`. mypy reports a missing `case`. A message is recognised by the names of its fields, so no two have the same ones.
+"""
 
 import json
 import os
 import select
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import NamedTuple, Self, get_args
 
 from server.serve.children import READY_VARIABLE
 
 
+class FrontAddresses(NamedTuple):
+    """The front has bound its sockets."""
+
+    http: str  # URL
+    ranks_address: str  # host:port
+    token: str  # ranks attach with it
+
+
+class ServiceAddress(NamedTuple):
+    """The service's URL as seen from the engine's node."""
+
+    http: str
+
+
+class CacheSize(NamedTuple):
+    """The size of the engine's KV cache. Its successors get the same size, although less memory may be free."""
+
+    kv_cache_bytes: int
+
+
+class Ready(NamedTuple):
+    """The engine serves."""
+
+    ready: bool = True
+
+
+class Beat(NamedTuple):
+    """The engine lives."""
+
+    beat: int  # the number of its step
+
+
+class Leaving(NamedTuple):
+    """The engine ends and sends no more beats."""
+
+    leaving: bool = True
+
+
+FromChild = FrontAddresses | ServiceAddress | CacheSize | Ready | Beat | Leaving
+_CLASSES: dict[tuple[str, ...], type[FromChild]] = {each._fields: each for each in get_args(FromChild)}
+
+
+def encode(message: FromChild) -> str:
+    """Return a message as JSON."""
+    return json.dumps(message._asdict())
+
+
+def decode(text: bytes | str) -> FromChild:
+    """Return the message in a JSON text.
+
+    Raises:
+        ValueError: The text is not a message.
+    """
+    fields = json.loads(text)
+    kind = _CLASSES.get(tuple(fields)) if isinstance(fields, dict) else None
+    if kind is None or any(type(fields[name]) is not kind.__annotations__[name] for name in kind._fields):
+        raise ValueError(f"not a message of a child: {text!r}")
+    return kind(**fields)
+
+
+class SupervisorState(NamedTuple):
+    """The state of a supervisor that has served. A replacement reads it from the file WIDEEP_SUPERVISOR_STATE."""
+
+    port: int
+    kv_cache_bytes: int | None
+    announced: str  # the front's addresses, as in WIDEEP_FRONT; empty on a node without the front
+    num_restarts: int
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read the state of the previous supervisor."""
+        return cls(**json.loads(path.read_text()))
+
+    def write(self, path: Path) -> None:
+        """Write the state, atomically."""
+        partial_path = path.with_suffix(".partial")
+        partial_path.write_text(json.dumps(self._asdict()))
+        partial_path.replace(path)
+
+
 class MessagePipe:
-    """The reading end of a pipe on which a child reports one JSON object per line."""
+    """The reading end of a pipe on which a child reports one message per line."""
 
     def __init__(self) -> None:
         self.fd, self.child_fd = os.pipe2(os.O_CLOEXEC)
@@ -26,11 +119,11 @@ class MessagePipe:
         """Close the reading end."""
         os.close(self.fd)
 
-    def read(self) -> list[dict[str, Any]]:
+    def read(self) -> list[FromChild]:
         """Return the complete messages that have arrived.
 
         Raises:
-            ValueError: A line is not a JSON object.
+            ValueError: A line is not a message.
         """
         try:
             received = os.read(self.fd, 65536)
@@ -38,10 +131,7 @@ class MessagePipe:
             return []
         self.at_end = not received
         *lines, self._partial = (self._partial + received).split(b"\n")
-        messages = [json.loads(line) for line in lines]
-        if not all(isinstance(message, dict) for message in messages):
-            raise ValueError(f"not JSON objects: {lines!r}")
-        return messages
+        return [decode(line) for line in lines]
 
 
 class SupervisorPipe:
@@ -50,12 +140,12 @@ class SupervisorPipe:
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._fd = int(environment[READY_VARIABLE]) if READY_VARIABLE in environment else None
 
-    def tell(self, **message: Any) -> None:
-        """Write one JSON line."""
+    def send(self, message: FromChild) -> None:
+        """Write one message."""
         if self._fd is not None:
-            os.write(self._fd, (json.dumps(message) + "\n").encode())
+            os.write(self._fd, (encode(message) + "\n").encode())
 
-    def tell_if_read(self, **message: Any) -> None:
-        """Write one JSON line, or drop it if the pipe is full because the supervisor has not read for minutes."""
+    def send_if_read(self, message: FromChild) -> None:
+        """Write one message, or drop it if the pipe is full because the supervisor has not read for minutes."""
         if self._fd is not None and select.select([], [self._fd], [], 0)[1]:
-            self.tell(**message)
+            self.send(message)

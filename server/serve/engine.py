@@ -44,7 +44,7 @@ from server.machine.parent_death import die_with_parent
 from server.options.flag import OptionsError
 from server.options.reading import options_from_json
 from server.options.table import Options
-from server.serve.child_messages import SupervisorPipe
+from server.serve.child_messages import Beat, CacheSize, Leaving, Ready, ServiceAddress, SupervisorPipe
 from server.serve.children import FRONT_IS_GONE, FRONT_VARIABLE
 from server.serve.front_stream import FrontStream, num_restarts_of
 from server.serve.greeting import address_elsewhere
@@ -100,7 +100,8 @@ def _serve(options: Options, place: Place, environment: Mapping[str, str]) -> No
     store = _own_store(place, environment, key)
     front = _front(place, store, environment, key)
     supervisor = SupervisorPipe(environment)
-    supervisor.tell(http=front["http"] if FRONT_VARIABLE in environment else address_elsewhere(front))
+    http = front["http"] if FRONT_VARIABLE in environment else address_elsewhere(front)
+    supervisor.send(ServiceAddress(http))
     loading = loading_of(
         place.rank, is_restart=num_restarts > 0, in_bytes=(WEIGHTS, EXPERTS), environment=environment
     )
@@ -117,7 +118,7 @@ def _serve(options: Options, place: Place, environment: Mapping[str, str]) -> No
     loading.note(f"Building the model {options.model} and testing its layers", stage="the model's layers")
     config = engine_config(options, place)
     if config.memory_bytes is None:
-        supervisor.tell(kv_cache_bytes=config.kv_cache_bytes)
+        supervisor.send(CacheSize(config.kv_cache_bytes))
     built = assemble(
         config,
         StoreDoorbell(*(PrefixStore("doorbell", _own_store(place, environment, key)) for _ in range(2))),
@@ -128,7 +129,7 @@ def _serve(options: Options, place: Place, environment: Mapping[str, str]) -> No
         available=available_bytes,
     )
     if config.memory_bytes is not None:
-        supervisor.tell(kv_cache_bytes=built.kv_cache_bytes)
+        supervisor.send(CacheSize(built.kv_cache_bytes))
     _tell_decisions(built, loading)
     # A full collection takes 0.2 s with torch and a model loaded, and every rank waits for it. Exclude all of this.
     gc.collect()
@@ -210,13 +211,13 @@ def _walk(
         stream.link.send(Regrouped(epoch))
         if not is_ready:
             is_ready = True
-            supervisor.tell(ready=True)
+            supervisor.send(Ready())
 
     def on_fault(epoch: int, reason: str, *, is_final: bool = False) -> None:
         stream.link.send(Fault(epoch, reason, is_final))
 
     def on_heartbeat(heartbeat: Heartbeat) -> None:
-        supervisor.tell_if_read(beat=heartbeat.step)
+        supervisor.send_if_read(Beat(heartbeat.step))
         stream.link.send(heartbeat)
         stream.send_memory(resident_bytes())
 
@@ -228,7 +229,7 @@ def _walk(
     if is_ready:
         if config.rank == 0:
             stream.send_start()
-        supervisor.tell(ready=True)
+        supervisor.send(Ready())
     idle_steps = 0
 
     def on_step(outputs: list[RequestOutput], stats: RankStats) -> None:
@@ -252,7 +253,7 @@ def _walk(
         stream.link.close(f"{type(error).__name__}: {error}")
         raise
     finally:
-        supervisor.tell(leaving=True)  # no heartbeats from here on; the shutdown may take a while
+        supervisor.send(Leaving())  # no heartbeats from here on; the shutdown may take a while
     stream.link.close()
 
 

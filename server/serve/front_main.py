@@ -58,6 +58,7 @@ from server.link.ranks import RankLost, Ranks
 from server.machine.parent_death import die_with_parent
 from server.options.flag import OptionsError
 from server.options.table import Options
+from server.serve.child_messages import FrontAddresses, encode
 from server.serve.children import END_NOW_SIGNAL, FRONT_VARIABLE, KEPT_VARIABLE, raise_descriptor_limit
 from server.serve.preflight.unix_socket import listening_at
 
@@ -426,6 +427,5 @@ def announce(
     url = f"unix:{options.uds}"
     if options.uds is None:
         url = f"{options.http.scheme}://{shown}:{listener.getsockname()[1]}"
-    line = json.dumps({"http": url, "ranks_address": ranks_address, "token": token})
     with os.fdopen(ready_fd, "w") as ready:
-        ready.write(line + "\n")
+        ready.write(encode(FrontAddresses(url, ranks_address, token)) + "\n")

@@ -11,17 +11,9 @@ engine exits with status 0, which only the front requests.
 Each engine leaves a waiting copy of itself (`spare`) that replaces it, because importing torch again takes seconds.
 
 If a supervisor is killed, its children end with it. If the launcher restarts the supervisor (`launcher`), it reads its state
-from the file WIDEEP_SUPERVISOR_STATE and starts its children as after a restart.
-
-Protocol with the children, besides the command line: the front gets `--ready-fd` and writes one JSON line with its addresses.
-The line goes to this rank's engine, and to a replacement front, as WIDEEP_FRONT. A front also gets WIDEEP_KEPT, a folder that
-outlives it (answers kept for retries, files). A restarted engine gets WIDEEP_RESTARTS, the number of restarts, and
-WIDEEP_RESTARTABLE_IN_S, the time until the next one is allowed. An engine writes to WIDEEP_READY_FD: {"http": URL}; {"kv_cache_bytes": n}, which
-its successors get as a flag; {"ready": true} when it serves; then {"beat": n} several times a second until {"leaving": true}. If
-the beats stop earlier, the engine hangs (`watchdog`): it is killed and restarted.
+from a file and starts its children as after a restart. `child_messages` defines the state and the protocol with the children.
 """
 
-import json
 import os
 import selectors
 import signal
@@ -31,13 +23,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import assert_never
 
 from server.machine.lines import SCREEN_VARIABLE, say
 from server.machine.roots import WIDEEP_COMMAND
 from server.options.reading import environment_from, handed_on
 from server.options.table import Options
-from server.serve.child_messages import MessagePipe
+from server.serve.child_messages import (
+    Beat,
+    CacheSize,
+    FromChild,
+    FrontAddresses,
+    Leaving,
+    MessagePipe,
+    Ready,
+    ServiceAddress,
+    SupervisorState,
+    encode,
+)
 from server.serve.children import (
     DRAIN_SIGNAL,
     END_NOW_SIGNAL,
@@ -100,7 +103,6 @@ class Supervisor:
         self._front_host = ""
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._announced = ""  # the front's addresses, as JSON
-        self._told_to_engine: dict[str, str] = {}
         self._front_budget = RestartBudget(max_restarts=options.max_rank_restarts)
         self._budget = RestartBudget(max_restarts=options.max_rank_restarts)
         self._ended_s: float | None = None  # time.monotonic() of the previous engine's end, during a restart
@@ -114,35 +116,27 @@ class Supervisor:
         path = environment.get(SUPERVISOR_STATE_VARIABLE)
         self._state_path = Path(path) if path else None
         if self._state_path is not None and self._state_path.exists():
-            self._take_over(json.loads(self._state_path.read_text()))
+            self._take_over(SupervisorState.read(self._state_path))
 
-    def _take_over(self, state: Mapping[str, Any]) -> None:
+    def _take_over(self, state: SupervisorState) -> None:
         """Take over from a supervisor of this rank that was killed together with its children."""
-        self._keep_port(state["port"])
-        self._keep_cache(state["kv_cache_bytes"])
+        self._keep_port(state.port)
+        self._keep_cache(state.kv_cache_bytes)
         self._has_served = True
         if self._place.world_size == 1:  # no other rank has state for a new front: start from scratch
             return
-        self._announced = state["announced"]
-        if self._announced:
-            self._told_to_engine = {FRONT_VARIABLE: self._announced}
-        self._budget.num_taken = state["num_restarts"] + 1
+        self._announced = state.announced
+        self._budget.num_taken = state.num_restarts + 1
         self._ended_s = time.monotonic()
         self._write_state()  # with the new count
 
     def _write_state(self) -> None:
-        """Write the state for a replacement supervisor, atomically."""
+        """Write the state for a replacement supervisor."""
         if self._state_path is None or not self._has_served:
             return
-        state = {
-            "port": self._options.port,
-            "kv_cache_bytes": self._options.engine.kv_cache_bytes,
-            "announced": self._announced,
-            "num_restarts": self._budget.num_taken,
-        }
-        partial_path = self._state_path.with_suffix(".partial")
-        partial_path.write_text(json.dumps(state))
-        partial_path.replace(self._state_path)
+        num_bytes = self._options.engine.kv_cache_bytes
+        state = SupervisorState(self._options.port, num_bytes, self._announced, self._budget.num_taken)
+        state.write(self._state_path)
 
     def _keep_port(self, port: int) -> None:
         self._options = replace(self._options, port=port)
@@ -231,9 +225,7 @@ class Supervisor:
 
     def _start_front(self, host: str) -> None:
         pipe = MessagePipe()
-        extra = {KEPT_VARIABLE: self._make_folder()}
-        if self._announced:
-            extra[FRONT_VARIABLE] = self._announced
+        extra = {KEPT_VARIABLE: self._make_folder(), **self._front_variable()}
         flags = (
             "--ranks",
             str(self._place.world_size),
@@ -248,12 +240,12 @@ class Supervisor:
         pipe.close_child_end()
         self._front, self._front_host = front, host
         self._watch(front.pidfd, lambda: self._on_front_end(front))
-        self._watch(pipe.fd, lambda: self._read(pipe, "the front", self._on_front_message))
+        self._watch(pipe.fd, lambda: self._read(pipe, "the front"))
 
     def _start_engine(self) -> None:
         """Start the rank's engine: wake the spare of the last one, or start a new process."""
         pipe = MessagePipe()
-        extra = {**self._told_to_engine, "WIDEEP_RESTARTABLE_IN_S": str(self._budget.allowed_in_s())}
+        extra = {**self._front_variable(), "WIDEEP_RESTARTABLE_IN_S": str(self._budget.allowed_in_s())}
         num_restarts = int(self._environment.get(RESTARTS_VARIABLE, "0")) + self._budget.num_taken
         if num_restarts:
             extra[RESTARTS_VARIABLE] = str(num_restarts)
@@ -271,9 +263,12 @@ class Supervisor:
             spare.close_engines_end()
         self._engine, self._spare, self._why_killed = engine, spare, None
         self._watchdog = Watchdog(engine.process.pid, self._options.engine.heartbeat_timeout_s)
-        read = partial(self._read, pipe, name, self._on_engine_message)
+        read = partial(self._read, pipe, name)
         self._watch(engine.pidfd, lambda: self._on_engine_end(engine, read))
         self._watch(pipe.fd, read)
+
+    def _front_variable(self) -> dict[str, str]:
+        return {FRONT_VARIABLE: self._announced} if self._announced else {}
 
     def _wake_spare(self, name: str, order: StartOrder, fds: tuple[int, ...]) -> Child | None:
         if self._spare is None:
@@ -382,10 +377,8 @@ class Supervisor:
             write_absence(Path(path), self._place.rank, text)
         return None
 
-    def _read(
-        self, pipe: MessagePipe, name: str, on_message: Callable[[dict[str, object]], None]
-    ) -> int | None:
-        """Dispatch a child's messages. The end of the pipe is not handled: the child's end is."""
+    def _read(self, pipe: MessagePipe, name: str) -> int | None:
+        """Handle a child's messages. The end of the pipe is not handled: the child's end is."""
         if pipe.at_end:  # another event has closed it
             return None
         try:
@@ -396,7 +389,7 @@ class Supervisor:
             self._selector.unregister(pipe.fd)
             pipe.close()
         for message in messages:
-            on_message(message)
+            self._on_message(message)
         return None
 
     def _reap_orphans(self) -> None:
@@ -406,26 +399,38 @@ class Supervisor:
             if self._spare is None or pid != self._spare.pid:
                 os.waitpid(pid, 0)
 
-    def _on_front_message(self, message: dict[str, object]) -> None:
-        self._reap_orphans()
+    def _on_message(self, message: FromChild) -> None:
+        match message:
+            case FrontAddresses():
+                self._reap_orphans()
+                self._on_front_addresses(message)
+            case ServiceAddress(http):
+                self._http = http
+            case CacheSize(num_bytes):
+                self._keep_cache(num_bytes)
+            case Ready():
+                self._beat()
+                self._on_ready()
+            case Beat():
+                self._beat()
+            case Leaving():
+                self._watchdog = None
+            case _:
+                assert_never(message)
+
+    def _on_front_addresses(self, addresses: FrontAddresses) -> None:
         if self._announced:
             return  # a replacement front reuses the first one's ports and token
-        self._announced = json.dumps(message)
-        self._told_to_engine = {FRONT_VARIABLE: self._announced}
+        self._announced = encode(addresses)
         if self._options.uds is None:  # a replacement front binds the same port
-            self._keep_port(int(str(message["http"]).rpartition(":")[2]))
+            self._keep_port(int(addresses.http.rpartition(":")[2]))
         self._start_engine()
 
-    def _on_engine_message(self, message: dict[str, object]) -> None:
-        if "leaving" in message:
-            self._watchdog = None
-        elif self._watchdog is not None and ("beat" in message or message.get("ready")):
+    def _beat(self) -> None:
+        if self._watchdog is not None:
             self._watchdog.beat()
-        self._http = str(message.get("http", self._http))
-        if "kv_cache_bytes" in message:  # successors get the same size, although less memory may be free
-            self._keep_cache(int(str(message["kv_cache_bytes"])))
-        if not message.get("ready"):
-            return
+
+    def _on_ready(self) -> None:
         if self._ended_s is not None:
             seconds, self._ended_s = time.monotonic() - self._ended_s, None
             say(f"wideep: rank {self._place.rank} serves again, after {seconds:.0f} s", error=True)
