@@ -1,4 +1,4 @@
-"""How often a process may be restarted.
+"""What follows the end of a child process, and how often it may be restarted. Pure decisions: `supervisor` and `launcher` act.
 
 A cause from outside (out of memory, an operator, a bit flip) rarely kills an engine twice in a row. A broken device or a request
 that crashes every rank does, and each restart pauses the other ranks; hence the budget.
@@ -9,6 +9,9 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from enum import Enum, auto
+
+from server.serve.children import FRONT_IS_GONE
 
 MAX_RESTARTS = 3
 WINDOW_S = 600.0
@@ -47,3 +50,43 @@ class RestartBudget:
     def describe(self) -> str:
         """Return the limit as text for messages."""
         return f"{self._max_restarts} times in {self._window_s / 60:g} minutes"
+
+
+class Next(Enum):
+    """What follows the end of a child."""
+
+    RESTART = auto()
+    EXHAUSTED = auto()  # a restart would follow, but the budget allows none
+    STOPPING = auto()  # nothing: the service is stopping
+    LEAVE = auto()  # this rank leaves the service, which its engine has lost
+    END = auto()  # the service ends, in order if the child's status is 0
+
+
+class RestartPolicy:
+    """Decides what follows the end of a rank's front or engine. `status` is the exit status, or the negative number of a signal."""
+
+    def __init__(self, *, max_restarts: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.front = RestartBudget(max_restarts=max_restarts, clock=clock)
+        self.engine = RestartBudget(max_restarts=max_restarts, clock=clock)
+        self.has_served = False  # any engine of this rank
+        self.drained_s: float | None = None  # deadline of the drain, on the clock
+
+    def may_front_return(self, status: int) -> bool:
+        """Return whether a front may be restarted. One that exits by itself has printed why, and the service ends."""
+        return status < 0 and self.has_served and self.drained_s is None
+
+    def after_front(self, status: int) -> Next:
+        """Decide after the end of the front. A restart is counted."""
+        if not self.may_front_return(status):
+            return Next.END
+        return Next.RESTART if self.front.take() else Next.EXHAUSTED
+
+    def after_engine(self, status: int) -> Next:
+        """Decide after the end of the engine. A restart is counted."""
+        if status == FRONT_IS_GONE:
+            return Next.LEAVE
+        if status == 0 or not self.has_served:
+            return Next.END
+        if self.drained_s is not None:
+            return Next.STOPPING
+        return Next.RESTART if self.engine.take() else Next.EXHAUSTED

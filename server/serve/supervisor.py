@@ -3,10 +3,10 @@
 The supervisor never touches a device and never imports torch, so it outlives its engine. It waits on descriptors only: stop
 signals, the pidfds of its parent and children, and the pipes on which the children report.
 
-An engine that fails after it has served is restarted, up to a budget (`restarts`); then the service continues without this rank. If an
+An engine that fails after it has served is restarted, up to a budget; then the service continues without this rank. If an
 engine fails before serving, the service ends: the cause (a flag, too little memory) would remain. A front that is killed
 after ranks have served is restarted with the same ports and token. The service ends if a front exits by itself, or if an
-engine exits with status 0, which only the front requests.
+engine exits with status 0, which only the front requests. `restarts` makes these decisions.
 
 Each engine leaves a waiting copy of itself (`spare`) that replaces it, because importing torch again takes seconds.
 
@@ -44,7 +44,6 @@ from server.serve.child_messages import (
 from server.serve.children import (
     DRAIN_SIGNAL,
     END_NOW_SIGNAL,
-    FRONT_IS_GONE,
     FRONT_VARIABLE,
     KEPT_VARIABLE,
     READY_VARIABLE,
@@ -59,7 +58,7 @@ from server.serve.children import (
     stop_children,
 )
 from server.serve.error_file import ERROR_FILE, LAST, write_absence, write_failure
-from server.serve.restarts import RestartBudget
+from server.serve.restarts import Next, RestartPolicy
 from server.serve.spare import SPARE_VARIABLE, Spare, StartOrder
 from server.serve.store.rendezvous import RESTARTS_VARIABLE, Place
 from server.serve.watchdog import Watchdog
@@ -103,16 +102,13 @@ class Supervisor:
         self._front_host = ""
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._announced = ""  # the front's addresses, as JSON
-        self._front_budget = RestartBudget(max_restarts=options.max_rank_restarts)
-        self._budget = RestartBudget(max_restarts=options.max_rank_restarts)
+        self._policy = RestartPolicy(max_restarts=options.max_rank_restarts)
         self._ended_s: float | None = None  # time.monotonic() of the previous engine's end, during a restart
         self._http = ""
         self.has_lost_front = False
-        self._has_served = False  # any engine of this rank
         self._is_serving = False  # the current engine
         self._watchdog: Watchdog | None = None  # of the current engine
         self._why_killed: str | None = None  # why we killed the current engine
-        self._drained_s: float | None = None  # deadline of the drain, on time.monotonic()
         path = environment.get(SUPERVISOR_STATE_VARIABLE)
         self._state_path = Path(path) if path else None
         if self._state_path is not None and self._state_path.exists():
@@ -122,20 +118,20 @@ class Supervisor:
         """Take over from a supervisor of this rank that was killed together with its children."""
         self._keep_port(state.port)
         self._keep_cache(state.kv_cache_bytes)
-        self._has_served = True
+        self._policy.has_served = True
         if self._place.world_size == 1:  # no other rank has state for a new front: start from scratch
             return
         self._announced = state.announced
-        self._budget.num_taken = state.num_restarts + 1
+        self._policy.engine.num_taken = state.num_restarts + 1
         self._ended_s = time.monotonic()
         self._write_state()  # with the new count
 
     def _write_state(self) -> None:
         """Write the state for a replacement supervisor."""
-        if self._state_path is None or not self._has_served:
+        if self._state_path is None or not self._policy.has_served:
             return
         num_bytes = self._options.engine.kv_cache_bytes
-        state = SupervisorState(self._options.port, num_bytes, self._announced, self._budget.num_taken)
+        state = SupervisorState(self._options.port, num_bytes, self._announced, self._policy.engine.num_taken)
         state.write(self._state_path)
 
     def _keep_port(self, port: int) -> None:
@@ -179,7 +175,7 @@ class Supervisor:
         return self._folder.name
 
     def _wait(self, stop_fd: int) -> int:
-        while self._drained_s is None or time.monotonic() < self._drained_s:
+        while self._policy.drained_s is None or time.monotonic() < self._policy.drained_s:
             ready = {key.fd: key.data for key, _ in self._selector.select(self._time_left_s())}
             # Stop signals come first: a child that ends because everything stops has not failed.
             for _, callback in sorted(ready.items(), key=lambda each: each[0] != stop_fd):
@@ -190,7 +186,9 @@ class Supervisor:
 
     def _time_left_s(self) -> float | None:
         """Return the time until the next deadline that no descriptor announces."""
-        left_s = [] if self._drained_s is None else [max(0.0, self._drained_s - time.monotonic())]
+        left_s = []
+        if self._policy.drained_s is not None:
+            left_s.append(max(0.0, self._policy.drained_s - time.monotonic()))
         if self._watchdog is not None and (watch_s := self._watchdog.left_s()) is not None:
             left_s.append(watch_s)
         return min(left_s, default=None)
@@ -210,14 +208,14 @@ class Supervisor:
         gentle = [DRAIN_SIGNAL] if UNDER_SERVE in self._environment else [DRAIN_SIGNAL, signal.SIGTERM]
         timeout_s = self._options.http.shutdown_timeout_s
         is_gentle = len(numbers) == 1 and numbers[0] in gentle and timeout_s > 0
-        if not is_gentle or self._drained_s is not None or not self._has_served:
+        if not is_gentle or self._policy.drained_s is not None or not self._policy.has_served:
             return 0
         if self._front is None:
             if not self._is_serving:  # the front does not know this engine and would not stop it
                 return 0
         else:  # the front stops the engines when it ends
             self._front.process.terminate()
-        self._drained_s = time.monotonic() + timeout_s + DRAIN_GRACE_S
+        self._policy.drained_s = time.monotonic() + timeout_s + DRAIN_GRACE_S
         return None
 
     def _watch(self, fd: int, callback: Callable[[], int | None]) -> None:
@@ -226,14 +224,8 @@ class Supervisor:
     def _start_front(self, host: str) -> None:
         pipe = MessagePipe()
         extra = {KEPT_VARIABLE: self._make_folder(), **self._front_variable()}
-        flags = (
-            "--ranks",
-            str(self._place.world_size),
-            "--ready-fd",
-            str(pipe.child_fd),
-            "--ranks-host",
-            host,
-        )
+        ranks, fd = str(self._place.world_size), str(pipe.child_fd)
+        flags = ("--ranks", ranks, "--ready-fd", fd, "--ranks-host", host)
         front = self._start(
             "the front", self._commands.front, flags, extra, (pipe.child_fd,), stop_signal=END_NOW_SIGNAL
         )
@@ -245,8 +237,8 @@ class Supervisor:
     def _start_engine(self) -> None:
         """Start the rank's engine: wake the spare of the last one, or start a new process."""
         pipe = MessagePipe()
-        extra = {**self._front_variable(), "WIDEEP_RESTARTABLE_IN_S": str(self._budget.allowed_in_s())}
-        num_restarts = int(self._environment.get(RESTARTS_VARIABLE, "0")) + self._budget.num_taken
+        extra = {**self._front_variable(), "WIDEEP_RESTARTABLE_IN_S": str(self._policy.engine.allowed_in_s())}
+        num_restarts = int(self._environment.get(RESTARTS_VARIABLE, "0")) + self._policy.engine.num_taken
         if num_restarts:
             extra[RESTARTS_VARIABLE] = str(num_restarts)
         if self._place.rank == 0 and not num_restarts and SCREEN_VARIABLE not in self._environment:
@@ -302,44 +294,47 @@ class Supervisor:
         return self._fail(describe_end(child))
 
     def _on_front_end(self, front: Child) -> int | None:
-        """Restart a front that was killed. If it exited by itself, it has printed why, and the service ends."""
-        if not self._may_return(front):
-            return self._on_end(front)
-        ending = describe_end(front)
-        allowed = self._front_budget.describe()
-        if not self._front_budget.take():
+        """Restart a front that was killed. Otherwise end the service."""
+        ending, allowed = describe_end(front), self._policy.front.describe()
+        follows = self._policy.after_front(front.process.wait())
+        if follows is Next.EXHAUSTED:
             return self._fail(f"{ending}; not restarting it (already restarted {allowed})")
-        say(
-            f"wideep: {ending}; restarting it (at most {allowed}). Answers in progress are lost",
-            error=True,
-        )
+        if follows is not Next.RESTART:
+            return self._on_end(front)
+        say(f"wideep: {ending}; restarting it (at most {allowed}). Answers in progress are lost", error=True)
         self._selector.unregister(front.pidfd)
         os.close(front.pidfd)
         self._start_front(self._front_host)
         return None
 
-    def _may_return(self, front: Child) -> bool:
-        return front.process.wait() < 0 and self._has_served and self._drained_s is None
-
     def _on_engine_end(self, engine: Child, read: Callable[[], int | None]) -> int | None:
         """Restart the engine if that may help. Otherwise end the service, or continue without this rank."""
         read()  # its last messages: it may have served briefly
-        status, ending = engine.process.wait(), self._describe_end_of(engine)
+        ending = self._describe_end_of(engine)
         self._watchdog = None
-        if self._front is not None and has_ended(self._front) and not self._may_return(self._front):
-            return self._on_end(self._front)  # the cause
-        if status == FRONT_IS_GONE:
+        front = self._front
+        if front is not None and has_ended(front) and not self._policy.may_front_return(front.process.wait()):
+            return self._on_end(front)  # the cause
+        follows = self._policy.after_engine(engine.process.wait())
+        if follows is Next.LEAVE:
             self.has_lost_front = True
             return self._fail(self._describe_lost_front(), follows=True)
-        if status == 0 or not self._has_served:
+        if follows is Next.END:
             return self._on_end(engine)
         self._selector.unregister(engine.pidfd)
         os.close(engine.pidfd)
         self._engine, self._is_serving = None, False
-        if self._drained_s is not None:
+        if follows is Next.STOPPING:
             say(f"wideep: {ending}; the service is stopping", error=True)
-            return None if self._front is not None else 0
-        return self._restart(ending)
+            return None if front is not None else 0
+        allowed = self._policy.engine.describe()
+        if follows is Next.EXHAUSTED:
+            return self._give_up(f"{ending}; not restarting it (already restarted {allowed})")
+        say(f"wideep: {ending}; restarting it (at most {allowed})", error=True)
+        self._ended_s = self._ended_s or time.monotonic()
+        self._write_state()
+        self._start_engine()
+        return None
 
     def _describe_lost_front(self) -> str:
         """Return the message for a rank that lost its service; on another node, with the command to rejoin."""
@@ -357,16 +352,6 @@ class Supervisor:
         if self._why_killed is None:
             return describe_end(engine)
         return f"{engine.name} (pid {engine.process.pid}) hung and was killed: {self._why_killed}"
-
-    def _restart(self, ending: str) -> int | None:
-        allowed = self._budget.describe()
-        if not self._budget.take():
-            return self._give_up(f"{ending}; not restarting it (already restarted {allowed})")
-        say(f"wideep: {ending}; restarting it (at most {allowed})", error=True)
-        self._ended_s = self._ended_s or time.monotonic()
-        self._write_state()
-        self._start_engine()
-        return None
 
     def _give_up(self, text: str) -> int | None:
         """Leave the service to the other ranks. They need no message: the front has seen this rank go."""
@@ -436,7 +421,7 @@ class Supervisor:
             say(f"wideep: rank {self._place.rank} serves again, after {seconds:.0f} s", error=True)
         elif self._place.local_rank == 0:
             self._say(f"serving on {self._place.world_size} ranks at {self._http}")
-        self._has_served = self._is_serving = True
+        self._policy.has_served = self._is_serving = True
         self._write_state()
 
     def _say(self, text: str) -> None:
