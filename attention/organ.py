@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from attention.cpu_attention import paged_attention
-from attention.cpu_latents import latent_attention
+from attention.cpu.attention import paged_attention
+from attention.cpu.latents import latent_attention
 from attention.sparse.cpu import chosen_attention
 from attention.sparse.index import ANY_MASK, INDEXED
 from attention.sparse.pools import ChosenMask

@@ -21,7 +21,7 @@ def paged_attention(
     soft_cap: float = 0.0,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Attend every row of the step to the cached tokens of its sequence, like `cpu_attention.paged_attention`.
+    """Attend every row of the step to the cached tokens of its sequence, like `cpu.attention.paged_attention`.
 
     With `soft_cap`, scores become soft_cap * tanh(scores / soft_cap).
     """

@@ -3,7 +3,7 @@
 `transformers` calls `update(key, value, layer)` in every layer. It writes the new rows at the step's places and returns
 its inputs; the attention module reads the pages. A block holds `block_tokens` tokens of one layer, contiguously, so that
 it can be exported as bytes. Keys are stored transposed, [head, dim, token], so that a block is a panel of
-`attention.cpu_tiles`; values are [head, token, dim]. Multi-head latent attention only stores its latents: [token,
+`attention.cpu.tiles`; values are [head, token, dim]. Multi-head latent attention only stores its latents: [token,
 kv_lora_rank + qk_rope_head_dim rounded up to 16] (DeepSeek-V2, 2024). Numbers are float32, or codes of eight bits with
 scales (`kvcache.codes`). Recurrent layers keep a state per sequence, in slots: see `kvcache.states`. Paging follows
 PagedAttention (Kwon et al., 2023). `kvcache.blocks` assigns the blocks.

@@ -10,8 +10,8 @@ import math
 import numpy as np
 from numba import njit
 
-from attention.cpu_norm import norm_row
-from attention.cpu_tiles import LANES, TILES_VERSION
+from attention.cpu.norm import norm_row
+from attention.cpu.tiles import LANES, TILES_VERSION
 from dispatch.native import copy, float_of, floats, words
 from dispatch.team import Kernel
 

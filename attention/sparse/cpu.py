@@ -14,10 +14,10 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from attention.cpu_attention import PRODUCTS_PER_NS, Queries
-from attention.cpu_cached import float_bytes, kernels_of, read_latent, score_rows
-from attention.cpu_latent_tiles import mix_block, softmax_lanes, transpose_block
-from attention.cpu_latents import (
+from attention.cpu.attention import PRODUCTS_PER_NS, Queries
+from attention.cpu.cached import float_bytes, kernels_of, read_latent, score_rows
+from attention.cpu.latent_tiles import mix_block, softmax_lanes, transpose_block
+from attention.cpu.latents import (
     ROWS_AT_ONCE,
     TILE_TOKENS,
     TILES_AT_ONCE,
@@ -26,7 +26,7 @@ from attention.cpu_latents import (
     expand_row,
     room_floats,
 )
-from attention.cpu_tiles import LANES, address_of, rows_times_panel_f32
+from attention.cpu.tiles import LANES, address_of, rows_times_panel_f32
 from dispatch.native import bits_of, float_of, floats, int32s, words
 from dispatch.team import Kernel, program_of, run
 from kvcache.paged_cache import PagedCache
@@ -220,7 +220,7 @@ def chosen_attention(
     Args:
         chosen_TK: Slots from `choose_tokens`.
         sinks_H: [H] float32 logits that take part in the softmax and carry no value.
-        others: As in `cpu_latents.latent_attention`.
+        others: As in `attention.cpu.latents.latent_attention`.
 
     Returns:
         [T, H, V] float32, new; padded rows are zero.

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention.cpu_attention import PRODUCTS_PER_NS
-from attention.cpu_tiles import LANES, TILES_VERSION
+from attention.cpu.attention import PRODUCTS_PER_NS
+from attention.cpu.tiles import LANES, TILES_VERSION
 from attention.sparse.cpu import COUNTS, largest, ordered
 from attention.sparse.pools import Pooling
 from dispatch.native import bits_of, float_of, floats, int32s, words

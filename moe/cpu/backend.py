@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 
 from attention import latents
 from attention import organ as attention_organ
-from attention.cpu_attention import ATTEND
-from attention.cpu_heads import HEADS
-from attention.cpu_latents import AbsorbedWeight, latent_kernels
-from attention.cpu_norm import rms_norm
-from attention.cpu_tiles import LANES
+from attention.cpu.attention import ATTEND
+from attention.cpu.heads import HEADS
+from attention.cpu.latents import AbsorbedWeight, latent_kernels
+from attention.cpu.norm import rms_norm
+from attention.cpu.tiles import LANES
 from attention.recurrences.cpu import RECURRENCES
 from attention.recurrences.cpu_kernels import KERNELS as RECURRENCE_KERNELS
 from attention.sparse import pools as pooled_index

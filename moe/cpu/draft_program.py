@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from attention.cpu_norm import norm_rows
-from attention.cpu_tiles import LANES
+from attention.cpu.norm import norm_rows
+from attention.cpu.tiles import LANES
 from kvcache.step import Step
 from moe.adopt.norms import epsilon, weight_of
 from moe.cpu.activations import Activations, Rows

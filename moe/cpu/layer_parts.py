@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention.cpu_latents import AbsorbedWeight
-from attention.cpu_tiles import LANES
+from attention.cpu.latents import AbsorbedWeight
+from attention.cpu.tiles import LANES
 from kvcache.paged_cache import LayerShape
 from moe.adopt.norms import epsilon, weight_of
 from moe.adopt.routers import correction

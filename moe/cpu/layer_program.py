@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from attention.cpu_attention import ATTEND, NUM_TILES, TILES, Queries, attention_row, tile_tokens
-from attention.cpu_heads import COSINES, HEADS, SINES, HeadNorms, heads_row
-from attention.cpu_latents import PLACE, ROWS_AT_ONCE, LatentRooms, latent_rows, place_row, room_floats
-from attention.cpu_lone_latents import MOST, lone_floats
-from attention.cpu_norm import NORM, NORMED, norm_rows
-from attention.cpu_tiles import LANES
+from attention.cpu.attention import ATTEND, NUM_TILES, TILES, Queries, attention_row, tile_tokens
+from attention.cpu.heads import COSINES, HEADS, SINES, HeadNorms, heads_row
+from attention.cpu.latents import PLACE, ROWS_AT_ONCE, LatentRooms, latent_rows, place_row, room_floats
+from attention.cpu.lone_latents import MOST, lone_floats
+from attention.cpu.norm import NORM, NORMED, norm_rows
+from attention.cpu.tiles import LANES
 from attention.recurrences.cpu import Side, convolve_row, delta_row
 from attention.recurrences.cpu_delta_net import GATE, NORM_GATED, ORDER, RATES
 from attention.recurrences.mixers import UNIT_LENGTH

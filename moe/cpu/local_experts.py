@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from attention.cpu_tiles import TILES_VERSION
+from attention.cpu.tiles import TILES_VERSION
 from dispatch.native import floats, now_ns, words
 from dispatch.team import Kernel
 

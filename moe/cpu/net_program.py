@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention.cpu_tiles import LANES, TILES_VERSION
+from attention.cpu.tiles import LANES, TILES_VERSION
 from attention.transformers_names import CACHE
 from dispatch.native import copy, int32s, uint16s, words
 from dispatch.team import Kernel

@@ -8,7 +8,7 @@ Legend: T tokens (rows), K input features, N output features.
 import torch
 from torch import Tensor
 
-from attention.cpu_tiles import LANES
+from attention.cpu.tiles import LANES
 from kvcache.step import Step
 from moe.cpu.panels import (
     Format,

@@ -1,7 +1,7 @@
 """Weights in panels, as the CPU's kernels read them, and the tile for each format.
 
 A weight [N, K] is packed once, at load, into panels `[ceil(N / 16), K, 16]`. The tiles that read them are in
-`attention.cpu_tiles` and `attention.cpu_quantised_tiles`. bfloat16 weights stay bfloat16 in memory and are widened in
+`attention.cpu.tiles` and `attention.cpu.quantised_tiles`. bfloat16 weights stay bfloat16 in memory and are widened in
 registers: half the bytes per decoded token and, since activations are float32, the same bits as float32
 weights. A checkpoint's quantised weights stay codes with scales; a tile gives the bits of the dequantised weight.
 Plain weights that are quantised on load to int8 or int4 are multiplied as integers: their tiles read quantised rows.
@@ -14,11 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attention.cpu_codes import ROW_SCALES_BYTES, ZEROS_BYTES, Coding
-from attention.cpu_integer_tiles import BLOCK, QUANTISED_BLOCK_BYTES, TIMES_INT4, TIMES_INT8
-from attention.cpu_panel_pairs import TIMES_TWO_BF16, TIMES_TWO_F32
-from attention.cpu_quantised_tiles import times_quantised
-from attention.cpu_tiles import LANES, TIMES_BF16, TIMES_F32
+from attention.cpu.codes import ROW_SCALES_BYTES, ZEROS_BYTES, Coding
+from attention.cpu.integer_tiles import BLOCK, QUANTISED_BLOCK_BYTES, TIMES_INT4, TIMES_INT8
+from attention.cpu.panel_pairs import TIMES_TWO_BF16, TIMES_TWO_F32
+from attention.cpu.quantised_tiles import times_quantised
+from attention.cpu.tiles import LANES, TIMES_BF16, TIMES_F32
 from moe.load.quantised_weight import CODE_TYPES, Kind, QuantisedWeight, int4_codes
 
 _TIMES = {torch.float32: TIMES_F32, torch.bfloat16: TIMES_BF16}
@@ -118,7 +118,7 @@ def unpack(packed: Tensor, n: int) -> Tensor:
 def pack_codes(weight: QuantisedWeight) -> Tensor:
     """Lay out codes in panels: [..., panels, K, 16] of their dtype, or two to a byte [..., panels, K / 2, 16] uint8.
 
-    Weights that quantise activations use the order of `attention.cpu_integer_tiles`.
+    Weights that quantise activations use the order of `attention.cpu.integer_tiles`.
     """
     if not weight.quantises_rows:
         return pack(weight.codes.view(torch.uint8)).view(weight.codes.dtype)
@@ -146,7 +146,7 @@ def _halves_of_eight(codes: Tensor) -> Tensor:
 
 
 def pack_scales(weight: QuantisedWeight) -> Tensor:
-    """Lay out scales, second scales and zeros as in `attention.cpu_codes`: [..., panels, bytes] uint8.
+    """Lay out scales, second scales and zeros as in `attention.cpu.codes`: [..., panels, bytes] uint8.
 
     Raises:
         QuantisedWeightError: FP8 scales of blocks differ within 16 rows.

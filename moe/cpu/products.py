@@ -11,9 +11,9 @@ import numpy as np
 from numba import njit
 from torch import Tensor
 
-from attention.cpu_integer_tiles import BLOCK, QUANTISED_BLOCK_BYTES, quantise_block
-from attention.cpu_panel_pairs import times_two_panels
-from attention.cpu_tiles import (
+from attention.cpu.integer_tiles import BLOCK, QUANTISED_BLOCK_BYTES, quantise_block
+from attention.cpu.panel_pairs import times_two_panels
+from attention.cpu.tiles import (
     LANES,
     TILES_VERSION,
     address_of,
@@ -176,7 +176,7 @@ def _quantise(tile, x, x_stride, k, out, rows_at):  # type: ignore[no-untyped-de
     Args:
         x: Address of [T, K] float32. x_stride: Bytes between two rows.
         k: K, a multiple of 32.
-        out: Address of T rows of `Format.row_bytes`; see `attention.cpu_integer_tiles`.
+        out: Address of T rows of `Format.row_bytes`; see `attention.cpu.integer_tiles`.
         rows_at: Address of T, read when the program runs.
     """
     rows, blocks = words(rows_at, 1)[0], k // BLOCK

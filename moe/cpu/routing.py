@@ -12,7 +12,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from attention.cpu_tiles import TILES_VERSION
+from attention.cpu.tiles import TILES_VERSION
 from dispatch.native import bits_of, float_of, floats, words
 from dispatch.team import Kernel, program_of, run_alone
 from moe.routing import Routing

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention.cpu_tiles import LANES
+from attention.cpu.tiles import LANES
 from moe.cpu.panels import Format, PackedCoding, format_of, pack, pack_codes, pack_scales
 from moe.cpu.products import grouped_row
 from moe.load.quantised_weight import QuantisedWeight

@@ -14,7 +14,7 @@ import torch
 from numba import carray, types
 from torch import Tensor
 
-from attention.cpu_tiles import TILES_VERSION
+from attention.cpu.tiles import TILES_VERSION
 from dispatch.dispatcher import Dispatcher
 from dispatch.native import pointer, words
 from dispatch.passes import pass_rows

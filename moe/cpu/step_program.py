@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor, nn
 
-from attention.cpu_attention import NUM_TILES, TILES
-from attention.cpu_norm import norm_rows
+from attention.cpu.attention import NUM_TILES, TILES
+from attention.cpu.norm import norm_rows
 from attention.transformers_names import CACHE
 from dispatch.team import Program, program_of, run_alone
 from kvcache.paged_cache import PagedCache

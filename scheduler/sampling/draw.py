@@ -20,7 +20,7 @@ from llvmlite import ir
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
-from attention.cpu_tiles import LANES, TILES_VERSION, constant, emit_exp, load, splat, store, vector_call
+from attention.cpu.tiles import LANES, TILES_VERSION, constant, emit_exp, load, splat, store, vector_call
 from dispatch.native import compiled, floats, pointer, words
 from dispatch.team import Kernel, Team, program_of, run
 from scheduler.policy.request import SamplingParams

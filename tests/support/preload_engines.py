@@ -9,8 +9,8 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from attention.cpu_attention import ATTEND
-from attention.cpu_latents import latent_kernels
+from attention.cpu.attention import ATTEND
+from attention.cpu.latents import latent_kernels
 from attention.recurrences.cpu_kernels import KERNELS as RECURRENCE_KERNELS
 from attention.sparse.cpu import sparse_kernels
 from attention.sparse.cpu_pools import POOL_KERNELS

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 """Weights, and their order as integers, for the kernels that sample.
 
-A weight is exp((logit - top) / temperature), with the operations of the CPU (`attention.cpu_tiles.emit_exp`), so that it has
+A weight is exp((logit - top) / temperature), with the operations of the CPU (`attention.cpu.tiles.emit_exp`), so that it has
 the same bits. Its unit is the weight in whole 2^-40, for exact sums. A key has the order (weight, lower id first): the
 weight's bits above those of `2^-40`, then the id from the largest down. Keys are distinct, so no order has ties.
 """
@@ -9,7 +9,7 @@ weight's bits above those of `2^-40`, then the id from the largest down. Keys ar
 import triton
 import triton.language as tl
 
-from attention.cpu_tiles import EXP_LOWEST, EXP_TERMS, LN2_HIGH, LN2_LOW, LOG2E
+from attention.cpu.tiles import EXP_LOWEST, EXP_TERMS, LN2_HIGH, LN2_LOW, LOG2E
 
 ID_BITS = tl.constexpr(20)
 KEY_BITS = tl.constexpr(50)

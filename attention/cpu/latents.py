@@ -2,7 +2,7 @@
 
 One half of `kv_b_proj` is multiplied into the query and the other into the output (DeepSeek-V2, 2024), so all heads of a
 token share one key and value, the latent. Heads therefore take the place that a block's tokens have in
-`attention.cpu_attention`: 16 heads of a query token form a panel of `attention.cpu_tiles`, and a block's 16 latents are
+`attention.cpu.attention`: 16 heads of a query token form a panel of `attention.cpu.tiles`, and a block's 16 latents are
 the rows multiplied by it. Softmax is computed per lane, one head each. A row's result depends only on its own query and
 latents: every output is one chain over dims or tokens in order, regardless of the other rows.
 Rejected: expanding prompts. Above about 170 rows it would cost half as much, but its bits would differ from a decode's.
@@ -19,12 +19,12 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from attention.cpu_attention import PRODUCTS_PER_NS, Queries
-from attention.cpu_cached import kernels_of, latent_room, latent_target, read_latents, write_latent
-from attention.cpu_latent_tiles import mix_block, softmax_lanes, transpose_block
-from attention.cpu_lone_latents import MOST, is_lone, lone_floats, lone_kernels, lone_rows, most_lone
-from attention.cpu_norm import norm_row
-from attention.cpu_tiles import (
+from attention.cpu.attention import PRODUCTS_PER_NS, Queries
+from attention.cpu.cached import kernels_of, latent_room, latent_target, read_latents, write_latent
+from attention.cpu.latent_tiles import mix_block, softmax_lanes, transpose_block
+from attention.cpu.lone_latents import MOST, is_lone, lone_floats, lone_kernels, lone_rows, most_lone
+from attention.cpu.norm import norm_row
+from attention.cpu.tiles import (
     LANES,
     TILES_VERSION,
     TIMES_BF16,
@@ -252,7 +252,7 @@ def place_row(
 ) -> list[int]:  # fmt: skip
     """Return one row of a program: norm latents, cache them with their rotated keys, and rotate queries in place.
 
-    The addresses of [T, E] cosines and sines are set every step, at `cpu_heads.COSINES` and `SINES`.
+    The addresses of [T, E] cosines and sines are set every step, at `heads.COSINES` and `SINES`.
 
     Args:
         latents: Address of [T, L + E] float32. stride: bytes from one row to the next.
@@ -277,7 +277,7 @@ class LatentRooms(NamedTuple):
 
     query: Tensor
     found: Tensor
-    lone: Tensor  # see `cpu_lone_latents.lone_rows`
+    lone: Tensor  # see `lone_latents.lone_rows`
 
 
 ROWS_AT_ONCE = TILES_AT_ONCE * TILE_TOKENS

@@ -1,13 +1,13 @@
 """Register tiles for weights that stay quantised in memory: codes of eight or four bits, in panels of 16 columns.
 
-A weight is decoded in registers to its float32 number, value times scale with one rounding (`attention.cpu_codes`), then
-multiplied and added exactly as in `cpu_tiles`: every output is the same chain of fused multiply-adds as with the
+A weight is decoded in registers to its float32 number, value times scale with one rounding (`attention.cpu.codes`), then
+multiplied and added exactly as in `tiles`: every output is the same chain of fused multiply-adds as with the
 dequantised weight. Weights are decoded as they are multiplied. With many rows and few registers, up to 128 inputs are
 decoded once into a buffer that stays in the first-level cache, and float32 tiles run over it. Formats of codes and scales
 can be combined freely; only the combinations that a model has are compiled (`times_quantised`).
 
 Layout of a panel, K inputs of 16 output columns: codes [K, 16], or two to a byte [K / 2, 16] with the even input in the
-lower half. `cpu_codes` describes the layout of the scales.
+lower half. `codes` describes the layout of the scales.
 """
 
 from functools import cache, partial
@@ -19,9 +19,9 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from attention.cpu_codes import I8V, Coding, emit_block, emit_decoded
-from attention.cpu_panel_pairs import two_panels_in_tiles
-from attention.cpu_tiles import (
+from attention.cpu.codes import I8V, Coding, emit_block, emit_decoded
+from attention.cpu.panel_pairs import two_panels_in_tiles
+from attention.cpu.tiles import (
     AHEAD_BYTES,
     F32,
     I64,
@@ -258,8 +258,8 @@ def _times_two(  # type: ignore[no-untyped-def]
 class Times(NamedTuple):
     """The functions for one panel and for two."""
 
-    one: Addressed  # called by `cpu_tiles.times_panel`
-    two: Addressed  # called by `cpu_panel_pairs.times_two_panels`
+    one: Addressed  # called by `tiles.times_panel`
+    two: Addressed  # called by `panel_pairs.times_two_panels`
 
 
 @cache

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.cpu_heads import COSINES, SINES, HeadNorms, heads_row
-from attention.cpu_norm import norm_rows, rms_norm
+from attention.cpu.heads import COSINES, SINES, HeadNorms, heads_row
+from attention.cpu.norm import norm_rows, rms_norm
 from dispatch.team import Team, program_of, run_alone
 from kvcache.paged_cache import LayerShape, PagedCache
 from kvcache.step import Span, Step

@@ -46,10 +46,10 @@ ROWS = 6  # rows of a tile: 12 accumulators of 8 floats fit AVX2's 16 registers
 # Rows of the largest tile: 12 accumulators of 16 floats fit 32 registers.
 MOST_ROWS = 12 if compiles_for("avx512f") else ROWS
 
-# Hash of all code that kernels inline: this folder's `cpu_` files, `native` and `codes`. It is part of every kernel's name.
+# Hash of all code that kernels inline: this folder, `native` and `codes`. It is part of every kernel's name.
 _OTHERS = (Path(native.__file__), Path(codes.__file__))
 TILES_VERSION = zlib.crc32(
-    b"".join(path.read_bytes() for path in (*sorted(Path(__file__).parent.glob("cpu_*.py")), *_OTHERS))
+    b"".join(path.read_bytes() for path in (*sorted(Path(__file__).parent.glob("*.py")), *_OTHERS))
 )
 
 F32, I16, I32, I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
@@ -256,7 +256,7 @@ def _times_bf16(x, x_stride, panel, _scales, k, _block, out, out_stride, rows): 
     return 0
 
 
-# Functions for `times_panel`, by panel format; others are in `cpu_quantised_tiles` and `cpu_integer_tiles`.
+# Functions for `times_panel`, by panel format; others are in `quantised_tiles` and `integer_tiles`.
 TIMES_F32, TIMES_BF16 = Addressed(_times_f32, TILES_VERSION), Addressed(_times_bf16, TILES_VERSION)
 
 

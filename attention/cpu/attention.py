@@ -18,8 +18,8 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from attention.cpu_cached import add_values, fetch_next, kernels_of, score_rows
-from attention.cpu_tiles import LANES, address_of, load_f32, scale_block, softmax_block
+from attention.cpu.cached import add_values, fetch_next, kernels_of, score_rows
+from attention.cpu.tiles import LANES, address_of, load_f32, scale_block, softmax_block
 from dispatch.native import bits_of, float_of, floats, words
 from dispatch.team import program_of, run
 from kvcache.codes import key_dim_of

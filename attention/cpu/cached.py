@@ -22,8 +22,8 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from attention.cpu_codes import I8V, UNBIAS, emit_e4m3
-from attention.cpu_tiles import (
+from attention.cpu.codes import I8V, UNBIAS, emit_e4m3
+from attention.cpu.tiles import (
     F32,
     F32V,
     I32V,

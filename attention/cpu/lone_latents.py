@@ -1,6 +1,6 @@
 """Attention to latents for a few decodes with long contexts: the threads of a team share the work of one row.
 
-`attention.cpu_latents` gives a row's whole context to one thread, because a sum is one chain over its tokens. Here many
+`attention.cpu.latents` gives a row's whole context to one thread, because a sum is one chain over its tokens. Here many
 threads compute the scores (those of a block depend on nothing else), one thread turns them into weights, and many threads
 compute the sums, each for some dims. Every chain runs over the same tokens in the same order, so the bits are the same.
 
@@ -12,9 +12,9 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from attention.cpu_cached import kernels_of, latent_room, read_latent_dims, read_latents
-from attention.cpu_latent_tiles import mix_block, softmax_lanes, transpose_block
-from attention.cpu_tiles import LANES, TILES_VERSION, address_of, load_f32, rows_times_panel_f32
+from attention.cpu.cached import kernels_of, latent_room, read_latent_dims, read_latents
+from attention.cpu.latent_tiles import mix_block, softmax_lanes, transpose_block
+from attention.cpu.tiles import LANES, TILES_VERSION, address_of, load_f32, rows_times_panel_f32
 from dispatch.native import bits_of, copy, float_of, floats, words
 from dispatch.team import Kernel
 from kvcache.step import Step
@@ -176,12 +176,12 @@ def lone_rows(
     chunk: int, query: int, out: int, room: int, latents_NBW: Tensor, step: Step, *, heads: int, width: int,
     latent_dim: int, scale: float, window: int,
 ) -> list[list[int]]:  # fmt: skip
-    """Return rows of a program for the chunks that `cpu_latents.ATTEND` skips; they do nothing for other chunks.
+    """Return rows of a program for the chunks that `latents.ATTEND` skips; they do nothing for other chunks.
 
     Args:
         room: Address of [MOST, `lone_floats`] float32.
         width: Dims of a latent and its rotary key. latent_dim: those of the latent.
-        others: As in `cpu_latents.latent_rows`.
+        others: As in `latents.latent_rows`.
     """
     table, latents, dtype = step.block_table_SM, latents_NBW.data_ptr(), latents_NBW.dtype
     row_bytes, latent_lanes = latents_NBW.shape[2] * dtype.itemsize, -(-latent_dim // LANES) * LANES

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from llvmlite import binding, ir
 from numba.core import cgutils
 
-from attention.cpu_tiles import F32, F32V, I16V, I32, I32V, I64, LANES, compiles_for, constant, load, splat
+from attention.cpu.tiles import F32, F32V, I16V, I32, I32V, I64, LANES, compiles_for, constant, load, splat
 
 ROW_SCALES_BYTES = 4 * LANES
 ZEROS_BYTES = LANES // 2

@@ -1,9 +1,9 @@
 """Multiply rows by two panels of float32 or bfloat16 weights at once.
 
 With many rows, each loaded value is multiplied twice. With few, two chains of additions hide each other's latency
-(1.2 to 1.3 x the speed for bfloat16 read from memory). Every output is the same chain as in `cpu_tiles` for one panel.
+(1.2 to 1.3 x the speed for bfloat16 read from memory). Every output is the same chain as in `tiles` for one panel.
 
-Legend: as in `cpu_tiles`.
+Legend: as in `tiles`.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from attention.cpu_tiles import (
+from attention.cpu.tiles import (
     AHEAD_BYTES,
     F32,
     F32V,
@@ -164,7 +164,7 @@ def _times_two_bf16(x, x_stride, panel, other, scales, others, k, block, out, ot
     return 0
 
 
-# Functions for `times_two_panels`, by panel format; others are in `cpu_quantised_tiles`.
+# Functions for `times_two_panels`, by panel format; others are in `quantised_tiles`.
 TIMES_TWO_F32, TIMES_TWO_BF16 = (Addressed(each, TILES_VERSION) for each in (_times_two_f32, _times_two_bf16))
 
 

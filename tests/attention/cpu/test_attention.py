@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from attention import cpu_attention, reference
+from attention import reference
+from attention.cpu import attention as cpu_attention
 from kvcache.paged_cache import LayerShape, PagedCache
 from kvcache.step import Span, Step
 from tests.support.cached_codes import ALL, decoded, stored_bytes

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from attention import reference
-from attention.cpu_latents import AbsorbedWeight, latent_attention
-from attention.cpu_lone_latents import most_lone
+from attention.cpu.latents import AbsorbedWeight, latent_attention
+from attention.cpu.lone_latents import most_lone
 from attention.latents import halves_of
 from dispatch.team import Team
 from kvcache.paged_cache import LayerShape, PagedCache

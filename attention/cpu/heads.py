@@ -14,9 +14,9 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from attention.cpu_cached import kernels_of, write_head
-from attention.cpu_norm import norm_row
-from attention.cpu_tiles import LANES
+from attention.cpu.cached import kernels_of, write_head
+from attention.cpu.norm import norm_row
+from attention.cpu.tiles import LANES
 from dispatch.native import bits_of, float_of, floats, words
 from kvcache.codes import E4M3, key_dim_of
 from kvcache.step import Step
@@ -63,7 +63,7 @@ def _heads(  # type: ignore[no-untyped-def]
 
 
 HEADS = kernels_of(_heads)
-# Every step writes the addresses of [T, E] float32 here, and at the same places of rows of `cpu_latents.PLACE`.
+# Every step writes the addresses of [T, E] float32 here, and at the same places of rows of `latents.PLACE`.
 COSINES, SINES = (HEADS[torch.float32].place(name) for name in ("cosines", "sines"))
 
 

@@ -9,7 +9,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from attention.cpu_tiles import (
+from attention.cpu.tiles import (
     I64,
     LANES,
     add_rows_times_panel_f32,

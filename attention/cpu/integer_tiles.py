@@ -23,7 +23,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from attention.cpu_tiles import (
+from attention.cpu.tiles import (
     AHEAD_BYTES,
     F32,
     F32V,
