@@ -3,7 +3,7 @@
 `transformers`' modules call `torch.nn.functional.linear(x, self.weight)` and `embedding(ids, self.weight)`. A
 `KernelWeight` handles both through `__torch_function__`, so nn.Linear, routers and tied embeddings run on our
 kernels without changes to model code. All other operations work as on a plain tensor, correctly but
-slowly. Subclasses define storage and product: `moe.cpu.packed_weight`, `moe.gpu.device_weight`.
+slowly. Subclasses define storage and product: `moe.cpu.weights.packed_weight`, `moe.gpu.device_weight`.
 Rejected: replacing modules' classes (routers are not nn.Linear and differ by family).
 """
 

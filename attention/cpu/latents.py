@@ -46,7 +46,7 @@ TILES_AT_ONCE = 64
 
 @dataclass(frozen=True)
 class AbsorbedWeight:
-    """The halves of `kv_b_proj` in panels, float32 or bfloat16, from `moe.cpu.panels.pack`."""
+    """The halves of `kv_b_proj` in panels, float32 or bfloat16, from `moe.cpu.kernels.panels.pack`."""
 
     key: Tensor  # [H, ceil(L / 16), U, 16]: multiplies the query
     value: Tensor  # [H, ceil(V / 16), L, 16]: multiplies the sum of latents

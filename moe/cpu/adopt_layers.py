@@ -23,13 +23,13 @@ from kvcache.paged_cache import BLOCK_TOKENS, LayerShape, PagedCache
 from kvcache.step import Span, Step
 from moe.adopt.adopt import FOREIGN_ERRORS, Candidate, first_agreeing
 from moe.adopt.norms import epsilon, weight_of
-from moe.cpu.activations import Activations
-from moe.cpu.draft_program import DraftProgram, is_fit
 from moe.cpu.experts import PackedExpertLayer
-from moe.cpu.layer_parts import Norm, parts_of
-from moe.cpu.layer_program import LayerProgram, why_not_whole
-from moe.cpu.net_program import NetProgram, are_fit
-from moe.cpu.step_program import DecoderProgram, StepProgram
+from moe.cpu.program.activations import Activations
+from moe.cpu.program.draft import DraftProgram, is_fit
+from moe.cpu.program.layer import LayerProgram, why_not_whole
+from moe.cpu.program.layer_parts import Norm, parts_of
+from moe.cpu.program.net import NetProgram, are_fit
+from moe.cpu.program.step import DecoderProgram, StepProgram
 from moe.mtp.layers import Drafted, Origin, drafting_of
 from moe.text_part import body_of
 

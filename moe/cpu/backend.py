@@ -34,12 +34,12 @@ from moe.backend import Backend, LoadedModel
 from moe.cpu import experts as experts_organ
 from moe.cpu.adopt_layers import adopt_layers
 from moe.cpu.experts import PackedExpertLayer
-from moe.cpu.packed_weight import PackedWeight
-from moe.cpu.panels import pack
-from moe.cpu.products import GATHER, GROUPED, LINEAR, QUANTISE
-from moe.cpu.routing import route
-from moe.cpu.slots import PackedSlots
-from moe.cpu.spread_experts import CHOOSE, exchange_of
+from moe.cpu.kernels.panels import pack
+from moe.cpu.kernels.products import GATHER, GROUPED, LINEAR, QUANTISE
+from moe.cpu.kernels.routing import route
+from moe.cpu.program.spread_experts import CHOOSE, exchange_of
+from moe.cpu.weights.packed_weight import PackedWeight
+from moe.cpu.weights.slots import PackedSlots
 from moe.load.loader import Keep, Loader, Weight
 from moe.load.quantisation import Quantisation
 from moe.load.quantised_weight import QuantisedWeight

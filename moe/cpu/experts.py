@@ -22,9 +22,9 @@ from dispatch.mode import Mode
 from dispatch.team import Team, program_of, run
 from kvcache.step import ROW_MULTIPLE, Step
 from moe.backend import serve_experts
-from moe.cpu.panels import Format
-from moe.cpu.products import GATHER, QUANTISE, product_ns
-from moe.cpu.slots import PackedSlots
+from moe.cpu.kernels.panels import Format
+from moe.cpu.kernels.products import GATHER, QUANTISE, product_ns
+from moe.cpu.weights.slots import PackedSlots
 from moe.expert_weights import grown_sample
 from moe.load_counts import LayerCounts
 from moe.slot_choice import SlotChoice

@@ -17,11 +17,11 @@ _IN_A_STRING = re.compile(r"(?:torch|triton)(?:\.\w+)*\._[a-zA-Z]\w*(?:\.\w+)*")
 # A private name, the files that may use it, and why no public one replaces it.
 ALLOWED = {
     "torch._C.DisableTorchFunctionSubclass": (
-        ("moe/kernel_weight.py", "moe/cpu/packed_weight.py", "moe/gpu/device_weight.py"),
+        ("moe/kernel_weight.py", "moe/cpu/weights/packed_weight.py", "moe/gpu/device_weight.py"),
         "the name that torch's own guide to __torch_function__ gives (docs: Extending PyTorch)",
     ),
     "torch.Tensor._make_wrapper_subclass": (
-        ("moe/adopt/stream.py", "moe/cpu/packed_weight.py", "moe/gpu/device_weight.py"),
+        ("moe/adopt/stream.py", "moe/cpu/weights/packed_weight.py", "moe/gpu/device_weight.py"),
         "the only way to a tensor without storage; torchao and torch's DTensor use it",
     ),
     "torch._dynamo.config": (

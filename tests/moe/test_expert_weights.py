@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from expert_placement.placement import EMPTY
-from moe.cpu.slots import PackedSlots
+from moe.cpu.weights.slots import PackedSlots
 from moe.expert_weights import (
     ExpertWeights,
     SpareSlots,

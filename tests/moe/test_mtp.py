@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe.cpu.draft_program import DraftProgram
-from moe.cpu.layer_program import LayerProgram
+from moe.cpu.program.draft import DraftProgram
+from moe.cpu.program.layer import LayerProgram
 from moe.expert_weights import SpareSlots
 from moe.families import UnsupportedModelError
 from moe.load.checkpoint import CheckpointError

@@ -16,8 +16,8 @@ from attention.sparse.cpu import sparse_kernels
 from attention.sparse.cpu_pools import POOL_KERNELS
 from dispatch.passes import PASSES
 from dispatch.team import Kernel
-from moe.cpu.products import GATHER, GROUPED, LINEAR, QUANTISE
-from moe.cpu.spread_experts import CHOOSE
+from moe.cpu.kernels.products import GATHER, GROUPED, LINEAR, QUANTISE
+from moe.cpu.program.spread_experts import CHOOSE
 from scheduler import assembly
 from tests.support import preload
 from tests.support.engines import serving

@@ -13,7 +13,7 @@ from attention.latents import halves_of
 from dispatch.team import Team
 from kvcache.paged_cache import LayerShape, PagedCache
 from kvcache.step import Span, Step
-from moe.cpu.panels import pack
+from moe.cpu.kernels.panels import pack
 from tests.support.cached_codes import ALL, plain_latents
 
 SPANS = [(0, 1), (37, 1), (0, 21), (16, 40), (15, 1), (100, 3)]

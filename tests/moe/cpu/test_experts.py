@@ -15,7 +15,7 @@ from expert_placement.placement import Placement
 from kvcache.step import Span, Step
 from moe.backend import serve_experts
 from moe.cpu.experts import PackedExpertLayer
-from moe.cpu.slots import PackedSlots
+from moe.cpu.weights.slots import PackedSlots
 from moe.load_counts import LoadCounts
 from moe.slot_choice import slot_choices
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from moe.cpu.experts import PackedExpertLayer
-from moe.cpu.slots import PackedSlots
+from moe.cpu.weights.slots import PackedSlots
 from moe.expert_weights import SpareSlots, digest, exchange_slot, manifest, read_slot, spare_slot, try_out
 from moe.load.quantised_weight import QuantisedWeight
+from tests.moe.cpu.kernels.test_quantised_products import int4_zeros, int8_rows, nvfp4
 from tests.moe.cpu.test_experts import FORMS, Form, experts_module, layer_of, routed, run
-from tests.moe.cpu.test_quantised_products import int4_zeros, int8_rows, nvfp4
 from tests.support.models.quantise import quantise_fp8, quantise_mxfp4
 
 RANDOM: dict[str, Callable[..., QuantisedWeight]] = {

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
-from moe.cpu.packed_weight import PackedWeight
+from moe.cpu.weights.packed_weight import PackedWeight
 from tests.conftest import PoolOf
 from tests.moe.loaded import Loaded, assert_equal_bits, file_bytes, load
 from tests.moe.quantised_cases import CASES, FP8, MXFP4, Case, bytes_of

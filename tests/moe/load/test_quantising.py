@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
-from moe.cpu.packed_weight import PackedWeight
+from moe.cpu.weights.packed_weight import PackedWeight
 from moe.load.quantised_weight import QUANTISE, int8_weight
 from tests.moe.loaded import SEQUENCES
 from tests.support.engines.serving import build, teacher_forced

@@ -4,9 +4,9 @@ import sys
 
 import torch
 
-from moe.cpu.panels import format_of, pack
-from moe.cpu.products import linear
-from tests.moe.cpu.test_products import grouped
+from moe.cpu.kernels.panels import format_of, pack
+from moe.cpu.kernels.products import linear
+from tests.moe.cpu.kernels.test_products import grouped
 
 
 def check(kernel: str) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from kvcache.step import Span, Step
-from moe.cpu.packed_weight import PackedWeight
+from moe.cpu.weights.packed_weight import PackedWeight
 
 TOLERANCE = {"atol": 2e-5, "rtol": 2e-5}  # sums of 24 products, in another order than the library's
 

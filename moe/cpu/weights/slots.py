@@ -1,7 +1,7 @@
 """Experts in a CPU's memory. Every slot's tensors are allocated separately; kernels find them by address.
 
 A moved expert is put into service by writing its address, and the memory of a removed slot returns to the
-system. Weights are in the kernels' panels (`moe.cpu.panels`), quantised ones as codes with scales.
+system. Weights are in the kernels' panels (`moe.cpu.kernels.panels`), quantised ones as codes with scales.
 
 Legend: S slots of a layer on this rank, N out features, P pairs (row, choice).
 """
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from attention.cpu.tiles import LANES
-from moe.cpu.panels import Format, PackedCoding, format_of, pack, pack_codes, pack_scales
-from moe.cpu.products import grouped_row
+from moe.cpu.kernels.panels import Format, PackedCoding, format_of, pack, pack_codes, pack_scales
+from moe.cpu.kernels.products import grouped_row
 from moe.load.quantised_weight import QuantisedWeight
 
 Parts = dict[str, Tensor]  # tensors of one slot: "" the panels, "scales" of codes, "bias" [out_dim] float32
@@ -104,7 +104,7 @@ class PackedSlots:
         return self._bias_SN is not None
 
     def product_row(self, x: int, offsets: int, out: int, *, is_gated: bool = False) -> list[int]:
-        """Return a program row that multiplies sorted rows with their slots' weights; see `moe.cpu.products.grouped_row`."""
+        """Return a program row that multiplies sorted rows with their slots' weights; see `moe.cpu.kernels.products.grouped_row`."""
         return grouped_row(
             x, self.format, self.address_S.ctypes.data, self.scale_address_S.ctypes.data, offsets, self.num_slots, out,
             is_gated=is_gated,

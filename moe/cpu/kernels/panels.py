@@ -63,7 +63,7 @@ class Format(NamedTuple):
     k: int  # input features
     block: int  # inputs that share a scale; 0 if there are no scales
     panels: int
-    takes_integers: bool  # its tile reads quantised rows (`moe.cpu.products.QUANTISE`)
+    takes_integers: bool  # its tile reads quantised rows (`products.QUANTISE`)
 
     @property
     def row_bytes(self) -> int:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from dispatch.team import Team, program_of, run_alone
-from moe.cpu.panels import PackedCoding, format_of, pack_codes, pack_scales, unpack_quantised
-from moe.cpu.products import QUANTISE, linear
+from moe.cpu.kernels.panels import PackedCoding, format_of, pack_codes, pack_scales, unpack_quantised
+from moe.cpu.kernels.products import QUANTISE, linear
 from moe.load.quantised_weight import QuantisedWeight, int4_weight, int8_weight
-from tests.moe.cpu.test_products import grouped
+from tests.moe.cpu.kernels.test_products import grouped
 
 BLOCK = 32
 ROWS = [0, 1, 2, 3, 4, 5, 6, 7, 13, 97, 200]  # around the tiles of 6 and the blocks of 96
@@ -153,8 +153,8 @@ def test_what_is_no_number_stays_none(value: float) -> None:
 def test_other_instructions_give_the_same_bits() -> None:
     """Plain weights too."""
     check_other_instructions(
-        "import torch; from tests.moe.cpu.test_integer_products import *\n"
-        "from tests.moe.cpu.test_products import multiply as plain; from moe.cpu.panels import pack\n"
+        "import torch; from tests.moe.cpu.kernels.test_integer_products import *\n"
+        "from tests.moe.cpu.kernels.test_products import multiply as plain; from moe.cpu.kernels.panels import pack\n"
         "found = [multiply(random(13, 160, seed=2), weight_of(name, 48, 160)) for name in FORMATS]\n"
         "for rows in (1, 2, 5, 45):\n"
         "    for dtype in (torch.float32, torch.bfloat16):\n"

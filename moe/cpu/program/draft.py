@@ -1,6 +1,6 @@
 """A multi-token-prediction layer as one program, from a token's id and a hidden state to a draft's logits.
 
-Like `moe.cpu.net_program` for a decoder, it adds both ends to the layer's decoder layers. Before them: the embedding and
+Like `net` for a decoder, it adds both ends to the layer's decoder layers. Before them: the embedding and
 two norms, which write the halves of the projection's input. After them: a norm and the output projection. The
 program must give the bits of the modules; `moe.cpu.adopt_layers` tries this before use.
 
@@ -16,13 +16,13 @@ from attention.cpu.norm import norm_rows
 from attention.cpu.tiles import LANES
 from kvcache.step import Step
 from moe.adopt.norms import epsilon, weight_of
-from moe.cpu.activations import Activations, Rows
-from moe.cpu.layer_parts import Norm
-from moe.cpu.layer_program import LayerProgram
-from moe.cpu.net_program import IDS, ROW_OF, ROWS_FROM, AngleTable, Projection, embed_row
-from moe.cpu.packed_weight import PackedWeight
-from moe.cpu.products import GATHER, linear_row
-from moe.cpu.step_program import Ends, StepProgram
+from moe.cpu.kernels.products import GATHER, linear_row
+from moe.cpu.program.activations import Activations, Rows
+from moe.cpu.program.layer import LayerProgram
+from moe.cpu.program.layer_parts import Norm
+from moe.cpu.program.net import IDS, ROW_OF, ROWS_FROM, AngleTable, Projection, embed_row
+from moe.cpu.program.step import Ends, StepProgram
+from moe.cpu.weights.packed_weight import PackedWeight
 from moe.mtp.layers import Drafted, Origin
 from moe.text_part import body_of
 

@@ -2,7 +2,7 @@
 
 A layer's parts become a list of kernels over activations that are allocated once. With one rank, the list includes the
 experts; otherwise it is cut where tokens are sent. The modules run the same kernels one by one, so a row's bits
-are the same, with or without the experts in the program. `moe.cpu.step_program` joins all layers.
+are the same, with or without the experts in the program. `step` joins all layers.
 
 Legend: T rows, R rows at most, D hidden dim, H query heads, G KV heads, K choices, I intermediate dim, S slots.
 """
@@ -28,14 +28,14 @@ from dispatch.row_formats import PlainRows
 from dispatch.team import Program, program_of, run_alone
 from kvcache.paged_cache import PagedCache
 from kvcache.step import Step
-from moe.cpu.activations import Activations, Rows
-from moe.cpu.expert_rows import ExpertsClock, RoutedRows, expert_rows
 from moe.cpu.experts import PackedExpertLayer
-from moe.cpu.layer_parts import Attention, DeltaNet, Latents, LayerParts, Matrix, Mlp
-from moe.cpu.local_experts import ANSWERS, OUT, SHARE, SORT_PAIRS, add_row
-from moe.cpu.products import grouped_row, linear_row
-from moe.cpu.routing import route_row
-from moe.cpu.spread_experts import Chosen, SpreadExperts, exchange_of
+from moe.cpu.kernels.local_experts import ANSWERS, OUT, SHARE, SORT_PAIRS, add_row
+from moe.cpu.kernels.products import grouped_row, linear_row
+from moe.cpu.kernels.routing import route_row
+from moe.cpu.program.activations import Activations, Rows
+from moe.cpu.program.expert_rows import ExpertsClock, RoutedRows, expert_rows
+from moe.cpu.program.layer_parts import Attention, DeltaNet, Latents, LayerParts, Matrix, Mlp
+from moe.cpu.program.spread_experts import Chosen, SpreadExperts, exchange_of
 from moe.expert_weights import grown_sample, is_grown
 
 

@@ -19,8 +19,8 @@ from attention.cpu.tiles import LANES
 from kvcache.paged_cache import LayerShape
 from moe.adopt.norms import epsilon, weight_of
 from moe.adopt.routers import correction
-from moe.cpu.packed_weight import PackedWeight
-from moe.cpu.panels import Format, format_of
+from moe.cpu.kernels.panels import Format, format_of
+from moe.cpu.weights.packed_weight import PackedWeight
 from moe.routing import Routing
 
 

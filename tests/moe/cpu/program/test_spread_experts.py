@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kvcache.step import Span
-from moe.cpu.layer_program import LayerProgram
-from moe.cpu.net_program import NetProgram
-from moe.cpu.spread_experts import SpreadExperts
+from moe.cpu.program.layer import LayerProgram
+from moe.cpu.program.net import NetProgram
+from moe.cpu.program.spread_experts import SpreadExperts
 from scheduler.assembly import Assembled
 from tests.conftest import PoolOf
 from tests.support.engines.serving import build

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from moe.cpu.routing import route
+from moe.cpu.kernels.routing import route
 from moe.routing import Routing
 from tests.moe.gpu.test_routing import HAS_BIAS, KINDS, oracle
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from dispatch.team import Team, program_of, run, run_alone
-from moe.cpu.panels import PackedCoding, format_of, pack, unpack
-from moe.cpu.products import GATHER, QUANTISE, grouped_row, linear, linear_row
+from moe.cpu.kernels.panels import PackedCoding, format_of, pack, unpack
+from moe.cpu.kernels.products import GATHER, QUANTISE, grouped_row, linear, linear_row
 
 DTYPES = [torch.float32, torch.bfloat16]
 SHAPES = [(16, 1), (1, 1), (15, 7), (17, 64), (48, 33), (250, 128)]  # N, K

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attention.cpu.tiles import LANES
 from kvcache.step import Step
-from moe.cpu.panels import (
+from moe.cpu.kernels.panels import (
     Format,
     PackedCoding,
     format_of,
@@ -20,7 +20,7 @@ from moe.cpu.panels import (
     unpack,
     unpack_quantised,
 )
-from moe.cpu.products import linear
+from moe.cpu.kernels.products import linear
 from moe.kernel_weight import KernelWeight
 from moe.load.quantised_weight import QuantisedWeight
 

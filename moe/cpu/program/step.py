@@ -1,9 +1,9 @@
 """A decoder as one program. Python runs only to wait for other ranks.
 
-If every layer of a decoder runs as a program (`moe.cpu.layer_program`), their rows are joined, over one memory of
+If every layer of a decoder runs as a program (`layer`), their rows are joined, over one memory of
 hidden values that they change in place: into a single program for a lone rank, otherwise into one from each wait for
 other ranks to the next. A bit-for-bit trial before use checks that the decoder does nothing else
-(`moe.cpu.adopt_layers`). `moe.cpu.net_program` adds the embedding and the output projection.
+(`moe.cpu.adopt_layers`). `net` adds the embedding and the output projection.
 
 Legend: T rows, D hidden dim, E rotary dims.
 """
@@ -21,11 +21,11 @@ from attention.transformers_names import CACHE
 from dispatch.team import Program, program_of, run_alone
 from kvcache.paged_cache import PagedCache
 from kvcache.step import Step
-from moe.cpu.activations import Activations, Rows
-from moe.cpu.layer_parts import Norm
-from moe.cpu.layer_program import LayerProgram, LayerRows, give_rows
-from moe.cpu.local_experts import ANSWERS, OUT
-from moe.cpu.spread_experts import SpreadExperts
+from moe.cpu.kernels.local_experts import ANSWERS, OUT
+from moe.cpu.program.activations import Activations, Rows
+from moe.cpu.program.layer import LayerProgram, LayerRows, give_rows
+from moe.cpu.program.layer_parts import Norm
+from moe.cpu.program.spread_experts import SpreadExperts
 
 
 class _Segment(NamedTuple):

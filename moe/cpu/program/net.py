@@ -1,6 +1,6 @@
 """A causal language model as one program: from token ids to logits.
 
-If the decoder is one program (`moe.cpu.step_program`), the embedding, the rotary angles and the output projection are added
+If the decoder is one program (`step`), the embedding, the rotary angles and the output projection are added
 to it. AngleTable are read from a table, which the model's own code fills as positions grow. A bit-for-bit trial before use
 checks that the model does nothing else (`moe.cpu.adopt_layers`): models that scale or cap logits keep their own code.
 
@@ -21,12 +21,12 @@ from attention.transformers_names import CACHE
 from dispatch.native import copy, int32s, uint16s, words
 from dispatch.team import Kernel
 from kvcache.step import Step
-from moe.cpu.activations import Activations, Rows
-from moe.cpu.layer_parts import Norm
-from moe.cpu.layer_program import LayerProgram
-from moe.cpu.packed_weight import PackedWeight
-from moe.cpu.products import GATHER, LINEAR, linear_row
-from moe.cpu.step_program import Ends, StepProgram, Told
+from moe.cpu.kernels.products import GATHER, LINEAR, linear_row
+from moe.cpu.program.activations import Activations, Rows
+from moe.cpu.program.layer import LayerProgram
+from moe.cpu.program.layer_parts import Norm
+from moe.cpu.program.step import Ends, StepProgram, Told
+from moe.cpu.weights.packed_weight import PackedWeight
 from moe.text_part import body_of
 
 _TILE_VALUES = 1 << 12

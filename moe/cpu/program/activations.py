@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from moe.cpu.panels import Format
-from moe.cpu.products import QUANTISE
+from moe.cpu.kernels.panels import Format
+from moe.cpu.kernels.products import QUANTISE
 
 Rows = list[list[int]]  # rows of a program
 

@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe.cpu.activations import Activations, Rows
 from moe.cpu.experts import PackedExpertLayer
-from moe.cpu.local_experts import CLOCK
-from moe.cpu.products import GATHER
+from moe.cpu.kernels.local_experts import CLOCK
+from moe.cpu.kernels.products import GATHER
+from moe.cpu.program.activations import Activations, Rows
 
 
 class RoutedRows(NamedTuple):

@@ -1,8 +1,8 @@
 """Products of a step on a CPU, as kernels for a team of threads: linear layers, and experts by slot.
 
 A product's bits depend on the row alone. The tiles ensure this for any batch and any split of the columns among threads.
-Kernels only have addresses and sizes (`dispatch.team`). `moe.cpu.packed_weight` calls `linear` for
-`torch.nn.functional.linear`; `moe.cpu.slots` and `moe.cpu.experts` call the rest for experts modules.
+Kernels only have addresses and sizes (`dispatch.team`). `moe.cpu.weights.packed_weight` calls `linear` for
+`torch.nn.functional.linear`; `moe.cpu.weights.slots` and `moe.cpu.experts` call the rest for experts modules.
 
 Legend: T tokens (rows), K input features, N output features, P pairs (row, expert choice), S slots, I intermediate dim.
 """
@@ -22,7 +22,7 @@ from attention.cpu.tiles import (
 )
 from dispatch.native import copy, floats, words
 from dispatch.team import Kernel, Team, program_of, run
-from moe.cpu.panels import Format
+from moe.cpu.kernels.panels import Format
 
 TILE_NS = 10_000  # target time on one thread: long compared to taking a tile, short compared to a step
 ROW_BLOCK = 96  # rows per tile: with K = 1024 they are 384 KiB of activations, which stay in L2
@@ -248,7 +248,7 @@ def linear(
 
     Args:
         x_TK: [T, K] float32; rows may be strided, columns may not.
-        codes, scales, kind: A weight, see `moe.cpu.panels`.
+        codes, scales, kind: A weight, see `panels`.
         out_TN: [T, panels * 16] float32 contiguous, T or more rows.
         team: Threads to use; None for the calling thread.
     """

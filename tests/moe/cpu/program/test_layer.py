@@ -10,9 +10,9 @@ from torch import Tensor
 
 from kvcache.states import NO_STATE, StatePiece
 from kvcache.step import Span
-from moe.cpu.layer_program import LayerProgram
-from moe.cpu.net_program import NetProgram, are_fit
-from moe.cpu.step_program import DecoderProgram
+from moe.cpu.program.layer import LayerProgram
+from moe.cpu.program.net import NetProgram, are_fit
+from moe.cpu.program.step import DecoderProgram
 from scheduler.assembly import Assembled
 from tests.support.engines.serving import build
 from tests.support.models.families import VOCABULARY

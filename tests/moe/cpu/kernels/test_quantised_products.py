@@ -10,16 +10,22 @@ import torch
 from torch import Tensor
 
 from dispatch.team import Team
-from moe.cpu.panels import PackedCoding, format_of, pack, pack_codes, pack_scales, unpack_quantised
-from moe.cpu.products import linear
+from moe.cpu.kernels.panels import PackedCoding, format_of, pack, pack_codes, pack_scales, unpack_quantised
+from moe.cpu.kernels.products import linear
 from moe.load.quantised_weight import (
     QuantisedWeight,
     QuantisedWeightError,
     e2m1_values,
     e8m0_values,
 )
-from tests.moe.cpu.test_integer_products import ROWS, SHAPES, check_other_instructions, multiply, random
-from tests.moe.cpu.test_products import grouped
+from tests.moe.cpu.kernels.test_integer_products import (
+    ROWS,
+    SHAPES,
+    check_other_instructions,
+    multiply,
+    random,
+)
+from tests.moe.cpu.kernels.test_products import grouped
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -220,7 +226,7 @@ def test_scales_that_change_within_a_panel_are_refused() -> None:
 def test_other_instructions_give_the_same_bits() -> None:
     """Rows also have the dequantised weight's bits."""
     check_other_instructions(
-        "from tests.moe.cpu.test_quantised_products import *\n"
+        "from tests.moe.cpu.kernels.test_quantised_products import *\n"
         "for made in FORMATS.values():\n"
         "    weight, x = made(48, 160), random(13, 160)\n"
         "    found = [multiply(x[:rows], weight) for rows in (1, 2, 5, 13)]\n"

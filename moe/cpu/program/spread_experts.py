@@ -1,7 +1,7 @@
 """Experts that are spread over ranks, in programs. A layer's program is cut only at its waits for other ranks.
 
 The kernel chooses slots and counts, like `expert_placement.choose` and `moe.load_counts`. Dispatch and combine are the
-passes of `dispatch.passes`. `moe.cpu.local_experts` does the same for a lone rank.
+passes of `dispatch.passes`. `moe.cpu.kernels.local_experts` does the same for a lone rank.
 
 Legend: T rows, K choices, P = T x K pairs, S slots of a rank, E experts, R ranks, C copies of all experts, D hidden dim.
 """
@@ -26,9 +26,9 @@ from expert_placement.kernels import compiled
 from kvcache.step import Step
 from moe import load_counts
 from moe.backend import ExpertLayer
-from moe.cpu.activations import Activations, Rows
-from moe.cpu.expert_rows import ExpertsClock, RoutedRows, expert_rows
 from moe.cpu.experts import PackedExpertLayer
+from moe.cpu.program.activations import Activations, Rows
+from moe.cpu.program.expert_rows import ExpertsClock, RoutedRows, expert_rows
 from moe.load_counts import LayerCounts, count
 
 
@@ -70,7 +70,7 @@ def choose_row(
         choice: Its tables must stay alive while the row is used. layer: Index of the table.
         counts: Counters; None disables counting.
         shape: R and S.
-        facts: See `moe.cpu.local_experts.SORT_PAIRS`.
+        facts: See `moe.cpu.kernels.local_experts.SORT_PAIRS`.
         slots: Address of [T, K] int64, written.
     """
     table, phase_E = choice.table(layer), choice.phase_E

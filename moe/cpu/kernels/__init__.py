@@ -1,0 +1,1 @@
+"""Kernels for experts, linear layers and routing, and the panels of weights that they read."""
