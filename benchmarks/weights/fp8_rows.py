@@ -2,7 +2,7 @@
 
 The weights of experts and linear layers are rounded to FP8 with scales for blocks of 128 x 128. Every prompt runs through the
 unquantised model, through the one with rounded weights, and through the latter with rows rounded to e4m3 per token and
-128 inputs, as GPUs do (`moe.gpu.fp8`). Everything else is in float32, so only the rounding differs. Perplexity is that of the
+128 inputs, as GPUs do (`moe.gpu.products.fp8`). Everything else is in float32, so only the rounding differs. Perplexity is that of the
 prompts' own tokens. A model compared with itself has a KL divergence of 0 and an agreement of 1.
 
 Run: `python -m benchmarks.weights.fp8_rows PROMPTS.jsonl ... [--model demo|DIRECTORY] [--prompts 100] [--tokens 256] [--save]`.

@@ -37,17 +37,18 @@ from moe.adopt.routers import Routers
 from moe.adopt.shared import SharedSums
 from moe.adopt.stream import start_streams
 from moe.backend import Backend, LoadedModel
-from moe.gpu import compiling, fp8, limits
+from moe.gpu import compiling, limits
 from moe.gpu import experts as experts_organ
 from moe.gpu.choose import DeviceLoadCounts
 from moe.gpu.device_weight import DeviceWeight, OneGroup, try_products
 from moe.gpu.experts import DeviceExpertLayer
 from moe.gpu.gate import silu_gate
-from moe.gpu.library_products import LibraryProducts
 from moe.gpu.norm import add_rms_norm, rms_norm
+from moe.gpu.products import fp8
+from moe.gpu.products.library_products import LibraryProducts
+from moe.gpu.products.widened import Workspace
 from moe.gpu.routing import can_multiply_wide, multiply_wide, route
-from moe.gpu.slots import DeviceExperts, DeviceSlots
-from moe.gpu.widened import Workspace
+from moe.gpu.weights.slots import DeviceExperts, DeviceSlots
 from moe.load.loader import Keep, Loader, Weight
 from moe.load.quantisation import Quantisation
 from moe.load.quantised_weight import QuantisedWeight

@@ -1,9 +1,9 @@
 """Weights whose product this class defines on a GPU: quantised ones, and all weights in invariant mode.
 
-See `moe.kernel_weight`. Quantised weights stay quantised (`moe.gpu.formats`). Their product is the experts'
+See `moe.kernel_weight`. Quantised weights stay quantised (`moe.gpu.weights.formats`). Their product is the experts'
 grouped one, with one group. Plain weights use this class if the engine must be invariant: cuBLAS changes its kernel, and
-sometimes the order of additions, with the number of rows. They use our kernel then (`moe.gpu.linear_rows`), and cuBLAS
-if it gives the same bits (`moe.gpu.library_products`).
+sometimes the order of additions, with the number of rows. They use our kernel then (`moe.gpu.products.linear_rows`), and cuBLAS
+if it gives the same bits (`moe.gpu.products.library_products`).
 
 Legend: T rows, K in features, N out features.
 """
@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from moe.gpu.formats import PLAIN, PlacedWeights, format_of, parts_of
-from moe.gpu.fp8 import multiply_rows
-from moe.gpu.library_products import LibraryProducts, ProductShape
-from moe.gpu.linear_rows import multiply_rows_alike
+from moe.gpu.products.fp8 import multiply_rows
+from moe.gpu.products.library_products import LibraryProducts, ProductShape
+from moe.gpu.products.linear_rows import multiply_rows_alike
+from moe.gpu.weights.formats import PLAIN, PlacedWeights, format_of, parts_of
 from moe.kernel_weight import KernelWeight
 from moe.load.quantised_weight import QuantisedWeight
 

@@ -23,12 +23,12 @@ from moe.adopt import gates
 from moe.adopt.gates import Gate
 from moe.backend import serve_experts
 from moe.expert_weights import grown_sample
-from moe.gpu import fp8
 from moe.gpu.choose import DeviceLayerCounts, DeviceSlotChoice
-from moe.gpu.fp8 import multiply_rows
-from moe.gpu.slots import DeviceSlots
-from moe.gpu.tiles import MANY_ROWS
-from moe.gpu.widened import Workspace
+from moe.gpu.products import fp8
+from moe.gpu.products.fp8 import multiply_rows
+from moe.gpu.products.tiles import MANY_ROWS
+from moe.gpu.products.widened import Workspace
+from moe.gpu.weights.slots import DeviceSlots
 from moe.load_counts import LayerCounts
 from moe.slot_choice import SlotChoice
 

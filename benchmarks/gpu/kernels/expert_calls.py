@@ -15,9 +15,9 @@ from torch import Tensor
 
 from benchmarks.gpu.bench import Bench, Call, MakeCall, bytes_of, spoiling
 from benchmarks.gpu.ranks.models import ExpertShape
-from moe.gpu.formats import PLAIN, DeviceFormat, PlacedWeights, ordered
-from moe.gpu.grouped import grouped_linear
-from moe.gpu.tiles import MANY_ROWS, tile_of_launch
+from moe.gpu.products.grouped import grouped_linear
+from moe.gpu.products.tiles import MANY_ROWS, tile_of_launch
+from moe.gpu.weights.formats import PLAIN, DeviceFormat, PlacedWeights, ordered
 
 
 class _Drawn(NamedTuple):

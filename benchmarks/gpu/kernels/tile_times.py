@@ -25,7 +25,7 @@ from benchmarks.gpu.kernels.expert_calls import grouped_call, no_experts
 from benchmarks.gpu.ranks import models
 from benchmarks.gpu.ranks.models import AttentionShape, ExpertShape, LatentShape
 from benchmarks.gpu.results import Row, Setting
-from moe.gpu.tiles import FLOW, FlowTile, adds_alike, shape_of, tile_of_launch
+from moe.gpu.products.tiles import FLOW, FlowTile, adds_alike, shape_of, tile_of_launch
 
 Grid = Mapping[str, Sequence[int]]  # values of a tile's fields, to be combined in all ways
 

@@ -121,7 +121,7 @@ def widen(stored: dict[str, Tensor], kind: str, block: int, rows: int) -> Tensor
 
 def placed(form: Any, codes: Tensor, **parts: Tensor) -> Any:
     """Return weights in a checkpoint's order as a store has them."""
-    from moe.gpu.formats import PlacedWeights, ordered  # noqa: PLC0415 - in the interpreter
+    from moe.gpu.weights.formats import PlacedWeights, ordered  # noqa: PLC0415 - in the interpreter
 
     return PlacedWeights.of(ordered({"": codes, **parts}, form), form)
 
@@ -168,7 +168,7 @@ class Problem:
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments of `grouped_linear`."""
-        from moe.gpu.formats import PLAIN, DeviceFormat  # noqa: PLC0415 - in the interpreter
+        from moe.gpu.weights.formats import PLAIN, DeviceFormat  # noqa: PLC0415 - in the interpreter
 
         form = PLAIN if self.weights.form is None else DeviceFormat(*self.weights.form)
         return {

@@ -13,8 +13,9 @@ pytest.importorskip("triton", reason="needs triton: pip install -r requirements-
 from attention.gpu import decode, mla, prefill
 from attention.gpu.tiles import read_table, tile_of
 from expert_placement.choose import ReplicaChoice
-from moe.gpu import choose, gate, linear_rows, norm, routing
-from moe.gpu.tiles import DECODE_TILE, FLOW_TILE, PREFILL_TILE
+from moe.gpu import choose, gate, norm, routing
+from moe.gpu.products import linear_rows
+from moe.gpu.products.tiles import DECODE_TILE, FLOW_TILE, PREFILL_TILE
 from moe.routing import Routing
 from moe.slot_choice import SlotChoice
 from tests.support.gpu.triton_compile import Kernel, check_budget

@@ -80,7 +80,7 @@ def open_layer(up: Tensor, down: Tensor) -> Any:
     from moe.adopt.gates import Gate  # noqa: PLC0415
     from moe.gpu.choose import DeviceLoadCounts  # noqa: PLC0415
     from moe.gpu.experts import DeviceExpertLayer  # noqa: PLC0415
-    from moe.gpu.formats import PLAIN, PlacedWeights  # noqa: PLC0415
+    from moe.gpu.weights.formats import PLAIN, PlacedWeights  # noqa: PLC0415
 
     cache_slots = torch.arange(ROWS)
     cache_slots[-1] = -1

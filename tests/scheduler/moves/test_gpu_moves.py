@@ -10,7 +10,7 @@ import torch
 
 from expert_placement.placement import Placement
 from moe.expert_weights import flat_bytes
-from moe.gpu.slots import DeviceSlots
+from moe.gpu.weights.slots import DeviceSlots
 from scheduler.moves.reports import MoveState
 from tests.support.gpu.path import Part, build_interpreted, run_steps
 from tests.support.models.families import VOCABULARY, write_checkpoint

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton", reason="needs triton: pip install -r requirements-dev.txt")
-from moe.gpu import widened
-from moe.gpu.formats import DeviceFormat, codes_per_word
 from moe.gpu.limits import TILE_INPUTS
-from moe.gpu.widened_kernel import order_rows, widen_tiles
-from tests.moe.gpu.test_grouped_compile import INT4, MXFP4, MXFP8, NVFP4
+from moe.gpu.products import widened
+from moe.gpu.products.widened_kernel import order_rows, widen_tiles
+from moe.gpu.weights.formats import DeviceFormat, codes_per_word
+from tests.moe.gpu.products.test_grouped_compile import INT4, MXFP4, MXFP8, NVFP4
 from tests.support.gpu.triton_compile import Kernel, check_budget
 
 AWQ_64 = {"codes": "*u8", "scales": "*fp16", "zeros": "*u8"}, DeviceFormat("int4", "float", 64)

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-"""Decoding a tile of a weight in registers, inside the grouped product's kernel, for all formats of `moe.gpu.formats`.
+"""Decoding a tile of a weight in registers, inside the grouped product's kernel, for all formats of `formats`.
 
 Rejected: `tl.dot_scaled`, which compiles to better code, but the interpreter lacks it, so errors could go unnoticed.
 

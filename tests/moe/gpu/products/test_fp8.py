@@ -57,8 +57,8 @@ HALFWAY = [(196.0, 175.0, 384.0), (138.0, 103.5, 320.0), (138.0, -51.75, 160.0)]
 
 def quantise(device: str, dtype: torch.dtype) -> None:
     """Quantise rows with zeros, subnormals, outliers and short groups; check every bit."""
-    from moe.gpu import fp8  # noqa: PLC0415 - in the interpreter
-    from moe.gpu.formats import DeviceFormat, PlacedWeights  # noqa: PLC0415
+    from moe.gpu.products import fp8  # noqa: PLC0415 - in the interpreter
+    from moe.gpu.weights.formats import DeviceFormat, PlacedWeights  # noqa: PLC0415
 
     torch.manual_seed(1)
     for K in (72, 200, 256):
@@ -89,7 +89,7 @@ def test_rows_are_quantised_as_in_torch(on_device: OnDevice, dtype: torch.dtype)
 
 def multiply(case: Case, rows_per_slot: int) -> None:
     """Rows without a map have the same bits, nothing is written after the last pair, and a changed scale is detected."""
-    from moe.gpu import fp8  # noqa: PLC0415 - in the interpreter
+    from moe.gpu.products import fp8  # noqa: PLC0415 - in the interpreter
 
     problem = Fp8Problem(case)
     arguments = problem.arguments()
@@ -142,8 +142,8 @@ def test_quantised_rows_meet_their_slots_weight(
 
 def feed(weights: str) -> None:
     """Apply gate and up, then down: the rows in between are quantised by the first product, or before the second."""
-    from moe.gpu import fp8  # noqa: PLC0415 - in the interpreter
-    from moe.gpu.formats import DeviceFormat, PlacedWeights  # noqa: PLC0415
+    from moe.gpu.products import fp8  # noqa: PLC0415 - in the interpreter
+    from moe.gpu.weights.formats import DeviceFormat, PlacedWeights  # noqa: PLC0415
 
     case = Case([5, 0, 2], 192, 256, "silu", F32, weights)
     problem = Fp8Problem(case)
@@ -180,7 +180,7 @@ def test_the_first_product_quantises_the_rows_of_the_second(interpreter: RankPoo
 
 def compare_rows() -> None:
     """A row has the same bits alone and among others, with the tile of batch invariance."""
-    from moe.gpu import fp8, tiles  # noqa: PLC0415 - in the interpreter
+    from moe.gpu.products import fp8, tiles  # noqa: PLC0415 - in the interpreter
 
     problem = Fp8Problem(Case([2, 19], 64, 256, "none", F32, "fp8"))
     arguments = {**problem.arguments(), "tile": tiles.QUANTISED_DECODE_TILE}
@@ -202,7 +202,7 @@ def test_a_row_is_the_same_alone_and_in_a_crowd(interpreter: RankPool) -> None:
 
 
 def refusals() -> list[str]:
-    from moe.gpu import fp8  # noqa: PLC0415 - in the interpreter
+    from moe.gpu.products import fp8  # noqa: PLC0415 - in the interpreter
 
     problem = Fp8Problem(Case([2], 64, 256, "silu", F32, "fp8"))
     weights = problem.arguments()["weights"]

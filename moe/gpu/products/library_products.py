@@ -1,4 +1,4 @@
-"""Products of torch's library (cuBLAS) with the bits of `moe.gpu.linear_rows`, as a trial has found.
+"""Products of torch's library (cuBLAS) with the bits of `linear_rows`, as a trial has found.
 
 Most of cuBLAS' kernels add an output's products in the order of the inputs, 16 at a time, as ours do. Some split the inputs
 among programs, mostly for few rows. cuBLAS chooses by the shape, so a trial at start multiplies with each number of
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moe.gpu.linear_rows import multiply_rows_alike
+from moe.gpu.products.linear_rows import multiply_rows_alike
 
 _PIECE = 64  # least rows of a piece; steps with prompts are padded to multiples
 _DENSE = 1024  # up to here all multiples are tried, beyond it doubled sizes

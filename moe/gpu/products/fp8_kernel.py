@@ -7,7 +7,7 @@ section 3.3.2; DeepGEMM does the same). All tiles take the same steps. A row is 
 scale is the largest magnitude over 448, and its codes are its values over the scale. Both divisions are rounded correctly, as
 on a CPU; a factor instead of a division moves some values to the next code.
 
-A tile of a weight is the left factor, which fills the 64 rows of Hopper's wgmma even with few rows. `moe.gpu.fp8_flow_kernel`
+A tile of a weight is the left factor, which fills the 64 rows of Hopper's wgmma even with few rows. `fp8_flow_kernel`
 multiplies many rows.
 
 With a gate, a program multiplies the gate's and up's features of the same columns and quantises its output, so that the second
@@ -19,7 +19,7 @@ Legend: T rows, P pairs (rows sorted by slot), N out features, K in features, S 
 import triton
 import triton.language as tl
 
-from moe.gpu.grouped_kernel import end_tiles, find_rows, find_tile, gated
+from moe.gpu.products.grouped_kernel import end_tiles, find_rows, find_tile, gated
 
 STEP_INPUTS = 128  # inputs of a step; of a row's group, too
 _LARGEST = tl.constexpr(448.0)  # of e4m3

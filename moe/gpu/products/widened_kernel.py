@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-"""Kernels that decode weights into memory, and put rows in the same order of inputs if it differs; see `moe.gpu.widened`.
+"""Kernels that decode weights into memory, and put rows in the same order of inputs if it differs; see `widened`.
 
 Legend: N out features (columns), K in features, R rows.
 """
@@ -7,7 +7,7 @@ Legend: N out features (columns), K in features, R rows.
 import triton
 import triton.language as tl
 
-from moe.gpu.formats_kernel import (
+from moe.gpu.weights.formats_kernel import (
     blocks_per_line,
     in_order_of_words,
     lifted_sum,

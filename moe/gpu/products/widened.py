@@ -6,7 +6,7 @@ into a workspace, and the faster product of plain weights reads them.
 
 A row keeps its bits. The decoded values are those that the grouped product multiplies, and each instruction of the tensor cores
 adds the same inputs in the same order. Codes of 4 bits are decoded to the order of the rows. Weights of 8-bit words are
-stored, and their rows copied, in the order in which words are decoded (`moe.gpu.formats_kernel.in_order_of_words`). Only formats
+stored, and their rows copied, in the order in which words are decoded (`moe.gpu.weights.formats_kernel.in_order_of_words`). Only formats
 whose scales multiply the values themselves are decoded (scales for 16, 32 or 64 inputs). Other scales multiply sums inside the
 grouped product.
 
@@ -26,12 +26,12 @@ import torch
 import triton
 from torch import Tensor
 
-from moe.gpu.formats import FOUR_BIT_WORD, PlacedWeights, codes_per_word
-from moe.gpu.grouped import grouped_linear, kernel_views
-from moe.gpu.grouped_kernel import GATES
 from moe.gpu.limits import TILE_INPUTS
-from moe.gpu.tiles import GroupedTile
-from moe.gpu.widened_kernel import order_rows, widen_tiles
+from moe.gpu.products.grouped import grouped_linear, kernel_views
+from moe.gpu.products.grouped_kernel import GATES
+from moe.gpu.products.tiles import GroupedTile
+from moe.gpu.products.widened_kernel import order_rows, widen_tiles
+from moe.gpu.weights.formats import FOUR_BIT_WORD, PlacedWeights, codes_per_word
 
 LEAST_ROWS = 512  # per slot, with even loads
 MOST_BYTES = 512 << 20  # of a workspace; holds the nine slots of DeepSeek-V3 on 32 ranks at once
@@ -114,7 +114,7 @@ def multiply_unquantised(
     tile: GroupedTile | None = None,
     workspace: Workspace | None = None,
 ) -> Tensor:
-    """Multiply each row with its slot's weight. See `moe.gpu.grouped.grouped_linear`.
+    """Multiply each row with its slot's weight. See `grouped.grouped_linear`.
 
     Args:
         tile: Tile for weights that are decoded inside the product. With any, all are.
@@ -149,7 +149,7 @@ def multiply_widened(
     biases_WN: Tensor | None = None,
     tile: GroupedTile | None = None,
 ) -> Tensor:
-    """Multiply each row with its slot's weight, as `moe.gpu.grouped.grouped_linear` does, by decoded weights.
+    """Multiply each row with its slot's weight, as `grouped.grouped_linear` does, by decoded weights.
 
     Args:
         weights: Some that the workspace takes.

@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("triton", reason="needs triton: pip install -r requirements-dev.txt")
 from attention.gpu.tiles import shape_key, tile_of
-from moe.gpu.flow_kernel import flow_rows
-from moe.gpu.grouped_kernel import GATES
-from moe.gpu.tiles import FLOW, FLOW_TILE, SINGLE_FLOW_TILE, FlowTile
+from moe.gpu.products.flow_kernel import flow_rows
+from moe.gpu.products.grouped_kernel import GATES
+from moe.gpu.products.tiles import FLOW, FLOW_TILE, SINGLE_FLOW_TILE, FlowTile
 from tests.support.gpu.triton_compile import Kernel, check_budget, compile_kernel, waits_in_loops
 
 WIDEST = "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16"

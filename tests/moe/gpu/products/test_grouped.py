@@ -12,8 +12,8 @@ from tests.support.ranks import RankPool
 
 def multiply(case: Case, tile_name: str, **fields: int) -> None:
     """Run mapped rows and the same rows directly. Nothing is written after the last pair, and a changed scale is detected."""
-    from moe.gpu import tiles  # noqa: PLC0415 - in the interpreter
-    from moe.gpu.grouped import grouped_linear  # noqa: PLC0415
+    from moe.gpu.products import tiles  # noqa: PLC0415 - in the interpreter
+    from moe.gpu.products.grouped import grouped_linear  # noqa: PLC0415
 
     problem, is_plain = Problem(case), case.weights == "plain"
     tile = getattr(tiles, f"{'' if is_plain else 'QUANTISED_'}{tile_name}")._replace(**fields)
@@ -98,8 +98,8 @@ def test_rows_of_no_whole_words_are_decoded_from_bytes(interpreter: RankPool, ca
 
 def multiply_with(case: Case) -> None:
     """Use tiles with any number of rows per slot, and inner sizes that do not divide K."""
-    from moe.gpu import tiles  # noqa: PLC0415 - in the interpreter
-    from moe.gpu.grouped import grouped_linear  # noqa: PLC0415
+    from moe.gpu.products import tiles  # noqa: PLC0415 - in the interpreter
+    from moe.gpu.products.grouped import grouped_linear  # noqa: PLC0415
 
     problem, is_quantised = Problem(case), case.weights != "plain"
     for rows in (1, 12, 28):
@@ -119,9 +119,9 @@ def test_every_range_of_rows_gives_the_product(interpreter: RankPool, weights: s
 
 def lift_by_scales() -> None:
     """Multiply with scales of 2^-60 to 2^17, which also lift 4-bit values; refuse larger scales and NaN."""
-    from moe.gpu.formats import DeviceFormat, parts_of  # noqa: PLC0415 - in the interpreter
-    from moe.gpu.grouped import grouped_linear  # noqa: PLC0415
-    from moe.gpu.tiles import QUANTISED_DECODE_TILE  # noqa: PLC0415
+    from moe.gpu.products.grouped import grouped_linear  # noqa: PLC0415
+    from moe.gpu.products.tiles import QUANTISED_DECODE_TILE  # noqa: PLC0415
+    from moe.gpu.weights.formats import DeviceFormat, parts_of  # noqa: PLC0415 - in the interpreter
     from moe.load.quantised_weight import QuantisedWeight, QuantisedWeightError  # noqa: PLC0415
 
     form = DeviceFormat("e2m1", "e8m0", 32)
@@ -152,8 +152,8 @@ def compare_rows(case: Case) -> None:
     Bits are not compared between tiles here: numpy multiplies differently for other shapes. On tensor cores, sums have the
     order of the instruction, which `test_grouped_compile` checks.
     """
-    from moe.gpu.grouped import grouped_linear  # noqa: PLC0415 - in the interpreter
-    from moe.gpu.tiles import DECODE_TILE  # noqa: PLC0415
+    from moe.gpu.products.grouped import grouped_linear  # noqa: PLC0415 - in the interpreter
+    from moe.gpu.products.tiles import DECODE_TILE  # noqa: PLC0415
 
     problem = Problem(case)
     multiply = partial(grouped_linear, tile=DECODE_TILE, **problem.arguments())
@@ -177,10 +177,10 @@ def test_a_row_is_the_same_alone_and_in_a_crowd(interpreter: RankPool) -> None:
 
 def launches_everything() -> list[int]:
     """A captured launch serves any choice of experts: as many programs as even loads need. Return its grids."""
-    from moe.gpu import grouped  # noqa: PLC0415 - in the interpreter
-    from moe.gpu.formats import PlacedWeights  # noqa: PLC0415
-    from moe.gpu.grouped_kernel import grouped_rows  # noqa: PLC0415
-    from moe.gpu.tiles import DECODE_TILE  # noqa: PLC0415
+    from moe.gpu.products import grouped  # noqa: PLC0415 - in the interpreter
+    from moe.gpu.products.grouped_kernel import grouped_rows  # noqa: PLC0415
+    from moe.gpu.products.tiles import DECODE_TILE  # noqa: PLC0415
+    from moe.gpu.weights.formats import PlacedWeights  # noqa: PLC0415
 
     x, weights = torch.randn(40, 64), torch.randn(3, 16, 64)
     places = torch.arange(3, dtype=torch.int32)
@@ -216,9 +216,9 @@ def test_a_launch_has_as_many_programs_as_even_loads_take_and_serves_any_load(in
 
 
 def refusals() -> list[str]:
-    from moe.gpu.formats import DeviceFormat, PlacedWeights  # noqa: PLC0415 - in the interpreter
-    from moe.gpu.grouped import grouped_linear  # noqa: PLC0415
-    from moe.gpu.tiles import FLOW_TILE  # noqa: PLC0415
+    from moe.gpu.products.grouped import grouped_linear  # noqa: PLC0415
+    from moe.gpu.products.tiles import FLOW_TILE  # noqa: PLC0415
+    from moe.gpu.weights.formats import DeviceFormat, PlacedWeights  # noqa: PLC0415 - in the interpreter
 
     x, plain = torch.randn(2, 64), PlacedWeights(torch.randn(2, 64, 64))
     fp8 = PlacedWeights(plain.codes.to(E4M3), DeviceFormat("e4m3", "float", 64), torch.ones(2, 64, 1))

@@ -1,4 +1,4 @@
-"""Storage formats of weights in a GPU's memory; `moe.gpu.formats_kernel` decodes them.
+"""Storage formats of weights in a GPU's memory; `formats_kernel` decodes them.
 
 Plain weights have the rows' own type. Quantised ones are those of `moe.load.quantised_weight`: codes, scales, perhaps
 zeros and a second scale of each row, all in the checkpoint's types. A format combines one kind of each, and
@@ -49,9 +49,7 @@ class DeviceFormat(NamedTuple):
     scale: str = "none"  # of the scales: float (float32, bfloat16 or float16), e8m0, e4m3
     block: int = 0  # inputs that share a scale
     rows: int = 1  # outputs that share a scale
-    fp8_rows: bool = (
-        False  # multiplied with rows quantised to e4m3, with scales for `block` inputs (`moe.gpu.fp8`)
-    )
+    fp8_rows: bool = False  # multiplied with rows quantised to e4m3, with scales for `block` inputs (`moe.gpu.products.fp8`)
 
 
 PLAIN = DeviceFormat()

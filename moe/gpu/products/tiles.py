@@ -6,7 +6,7 @@ inner dimension in the same order, with the same instruction of an architecture 
 for any number of rows; with a gate, 4-bit weights have two lines of a column in one product). If a scale multiplies the product of a tile's
 inputs, those tiles also have the same inner size.
 
-On Hopper, plain weights with many rows use another kernel (`moe.gpu.flow_kernel`) with the same bits.
+On Hopper, plain weights with many rows use another kernel (`flow_kernel`) with the same bits.
 
 The table of `attention.gpu.tiles` has a kernel's name for each range of rows ("grouped_few", "grouped_decode", "grouped_32",
 "grouped_64", "grouped_prefill", and "grouped_flow" on Hopper). Its shapes have a weight's sides, so a layer's two products
@@ -16,8 +16,8 @@ have separate entries.
 from typing import NamedTuple, TypeVar
 
 from attention.gpu.tiles import device_names, shape_key, tile_of
-from moe.gpu.formats import FOUR_BIT_WORD, DeviceFormat, PlacedWeights, codes_per_word
 from moe.gpu.limits import TILE_INPUTS
+from moe.gpu.weights.formats import FOUR_BIT_WORD, DeviceFormat, PlacedWeights, codes_per_word
 
 MANY_ROWS = 64  # per slot; from here on, reading weights costs less than multiplying
 MOST_REGISTERS = 255  # that a thread can have
@@ -40,7 +40,7 @@ class GroupedTile(NamedTuple):
 
 
 class FlowTile(NamedTuple):
-    """Shape of a program's work in `moe.gpu.flow_kernel`."""
+    """Shape of a program's work in `flow_kernel`."""
 
     rows: int
     columns: int  # of the output; with a gate, a program multiplies twice as many features

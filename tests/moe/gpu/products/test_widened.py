@@ -16,9 +16,9 @@ CPU = torch.device("cpu")
 
 def multiply(case: Case, most_bytes: int) -> int:
     """Compare with the grouped product of one tile, and with float64. Return the number of passes."""
-    from moe.gpu.grouped import grouped_linear  # noqa: PLC0415 - in the interpreter
-    from moe.gpu.tiles import QUANTISED_DECODE_TILE  # noqa: PLC0415
-    from moe.gpu.widened import Workspace, multiply_widened, slot_bytes  # noqa: PLC0415
+    from moe.gpu.products.grouped import grouped_linear  # noqa: PLC0415 - in the interpreter
+    from moe.gpu.products.tiles import QUANTISED_DECODE_TILE  # noqa: PLC0415
+    from moe.gpu.products.widened import Workspace, multiply_widened, slot_bytes  # noqa: PLC0415
 
     problem = Problem(case)
     arguments, pairs = problem.arguments(), problem.num_pairs
@@ -83,7 +83,7 @@ def test_decoding_before_the_product_keeps_the_bits_in_every_format(
 
 def decode(weights: str) -> tuple[Tensor, Tensor, bool]:
     """Return decoded weights of two slots, the exact ones in the order of the rows, and if a slot without rows kept its memory."""
-    from moe.gpu.widened import _in_order, widen  # noqa: PLC0415 - in the interpreter
+    from moe.gpu.products.widened import _in_order, widen  # noqa: PLC0415 - in the interpreter
 
     problem = Problem(Case([2, 0, 3], 72, 160, weights=weights))
     placed: Any = problem.arguments()["weights"]
@@ -107,8 +107,8 @@ def test_decoded_weights_are_exact_in_the_order_of_the_rows_and_only_of_slots_wi
 
 def order_some() -> list[Tensor]:
     """Order rows for words of four codes: up to the number of pairs, and all rows of a map."""
-    from moe.gpu.formats import DeviceFormat, PlacedWeights  # noqa: PLC0415 - in the interpreter
-    from moe.gpu.widened import _in_order  # noqa: PLC0415
+    from moe.gpu.products.widened import _in_order  # noqa: PLC0415
+    from moe.gpu.weights.formats import DeviceFormat, PlacedWeights  # noqa: PLC0415 - in the interpreter
 
     weights = PlacedWeights(torch.zeros(1, 8, 32).to(E4M3), DeviceFormat("e4m3", "e8m0", 16))
     x = torch.arange(64.0).view(2, 32)
@@ -126,8 +126,8 @@ def test_rows_are_copied_in_the_order_of_words(interpreter: RankPool) -> None:
 def refusals() -> list[bool]:
     """Return whether a workspace takes: whole groups of words, other scales, plain weights, FP8 rows, half groups, larger
     weights; then whether fewer rows and enough rows pay."""
-    from moe.gpu.formats import PLAIN, DeviceFormat, PlacedWeights  # noqa: PLC0415 - in the interpreter
-    from moe.gpu.widened import Workspace  # noqa: PLC0415
+    from moe.gpu.products.widened import Workspace  # noqa: PLC0415
+    from moe.gpu.weights.formats import PLAIN, DeviceFormat, PlacedWeights  # noqa: PLC0415 - in the interpreter
 
     workspace, four = Workspace(CPU, most_bytes=64 * 256 * 4), torch.zeros(1, 64, 128, dtype=torch.uint8)
     eight = torch.zeros(1, 64, 256).to(E4M3)
@@ -151,7 +151,7 @@ def test_only_formats_with_equal_results_and_many_rows_are_decoded_first(interpr
 
 
 def shares() -> list[list[tuple[int, int]]]:
-    from moe.gpu.widened import Workspace  # noqa: PLC0415 - in the interpreter
+    from moe.gpu.products.widened import Workspace  # noqa: PLC0415 - in the interpreter
 
     workspace = Workspace(CPU)
     up, down = 2 * 2880 * 2880 * 2, 2880 * 2880 * 2  # gpt-oss
@@ -177,7 +177,7 @@ def test_passes_are_few_and_even_and_begin_at_even_slots(interpreter: RankPool) 
 def run_layers() -> tuple[list[tuple[str, ...]], list[int], bool]:
     """Run a layer's step that a graph may hold, one with few rows, a trial of an expert, and one with many rows; then a
     second layer."""
-    from moe.gpu.widened import Workspace  # noqa: PLC0415 - in the interpreter
+    from moe.gpu.products.widened import Workspace  # noqa: PLC0415 - in the interpreter
     from tests.moe.gpu.test_expert_launches import EXPERTS, HIDDEN, INNER, ROWS, launches, open_layer  # noqa: PLC0415
 
     workspace = Workspace(CPU, least_rows=2)  # of even loads, which are 12 / 8 below and 24 / 8 above

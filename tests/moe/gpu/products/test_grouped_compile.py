@@ -8,9 +8,9 @@ import pytest
 
 pytest.importorskip("triton", reason="needs triton: pip install -r requirements-dev.txt")
 from attention.gpu.tiles import shape_key, tile_of
-from moe.gpu import tiles
-from moe.gpu.formats import PLAIN, DeviceFormat, codes_per_word
-from moe.gpu.grouped_kernel import GATES, grouped_rows
+from moe.gpu.products import tiles
+from moe.gpu.products.grouped_kernel import GATES, grouped_rows
+from moe.gpu.weights.formats import PLAIN, DeviceFormat, codes_per_word
 from tests.support.gpu.triton_compile import Kernel, check_budget, compile_kernel, waits_in_loops
 
 TYPES = {"x": "*bf16", "codes": "*bf16", "places": "*i32", "offsets": "*i64", "out": "*bf16"}
@@ -163,7 +163,7 @@ def test_any_inner_size_chains_the_same_products(shape: str, tile: tiles.Grouped
 
 
 def test_decoding_takes_few_instructions_and_reads_16_bytes_at_a_time() -> None:
-    """Decode steps of 4-bit weights are limited by instructions: see `moe.gpu.formats`."""
+    """Decode steps of 4-bit weights are limited by instructions: see `moe.gpu.weights.formats`."""
     shape = SHAPES["gpt_oss_down"]
     ptx = compile_kernel(kernel_of(shape, tile_for(shape, "grouped_decode", 90))).ptx
     # Scales are copied by 4 bytes, rows and codes by 16.

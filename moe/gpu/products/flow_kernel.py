@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-"""The grouped product of plain weights and many rows on Hopper, as a Triton kernel; launched by `moe.gpu.grouped`.
+"""The grouped product of plain weights and many rows on Hopper, as a Triton kernel; launched by `grouped`.
 
-It gives the bits of `moe.gpu.grouped_kernel`, and differs in three ways:
+It gives the bits of `grouped_kernel`, and differs in three ways:
 
 - The copy engine (TMA) loads weights, and rows that need no map, by descriptors: no thread computes their addresses.
 - Rows are the left factor. The gate's and up's columns form one right factor of 256 columns, so that a warp group takes the
@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from attention.gpu.pages import bound
-from moe.gpu.grouped_kernel import end_tiles, find_rows, find_tile, gated
+from moe.gpu.products.grouped_kernel import end_tiles, find_rows, find_tile, gated
 
 
 @triton.jit

@@ -16,8 +16,8 @@ N, K = 40, 256
 def find_those_of_our_order() -> tuple[list[int], list[int], float]:
     """Try a library that splits the inputs of up to 4 rows. Return its sizes with our bits, without a bias and with one, and the share of
     a trial's outputs that the split changes."""
-    from moe.gpu import library_products as module  # noqa: PLC0415 - in the interpreter
-    from moe.gpu.linear_rows import multiply_rows_alike  # noqa: PLC0415
+    from moe.gpu.products import library_products as module  # noqa: PLC0415 - in the interpreter
+    from moe.gpu.products.linear_rows import multiply_rows_alike  # noqa: PLC0415
 
     def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
         multiply_rows_alike(x, weight, bias, out=out)
@@ -47,7 +47,7 @@ def test_a_trial_finds_products_that_add_in_another_order(interpreter: RankPool)
 
 def cut() -> list[tuple[list[int], bool]]:
     """Multiply numbers of rows; return what the library multiplied, and whether results are right."""
-    from moe.gpu import library_products as module  # noqa: PLC0415 - in the interpreter
+    from moe.gpu.products import library_products as module  # noqa: PLC0415 - in the interpreter
 
     asked: list[int] = []
 
@@ -77,8 +77,8 @@ def test_rows_are_cut_into_the_sizes_that_have_our_bits(interpreter: RankPool) -
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(5120, 2048), (2048, 4096), (128, 2048), (2880, 4096)])
 def test_rows_have_the_same_bits_on_a_gpu_whatever_multiplies_them(shape: tuple[int, int]) -> None:
-    from moe.gpu.library_products import LibraryProducts, ProductShape  # noqa: PLC0415
-    from moe.gpu.linear_rows import multiply_rows_alike  # noqa: PLC0415
+    from moe.gpu.products.library_products import LibraryProducts, ProductShape  # noqa: PLC0415
+    from moe.gpu.products.linear_rows import multiply_rows_alike  # noqa: PLC0415
 
     device, dtype = torch.device("cuda", 0), torch.bfloat16
     products = LibraryProducts((1, 2, 4, 8, 32, 256), 2048)

@@ -70,7 +70,7 @@ def linear_rows(
 ):  # fmt: skip
     """Run as program (tile of rows and columns). IS_EVEN: K is a multiple of INNER.
 
-    The weight is the left factor, as in `moe.gpu.grouped_kernel`, so the number of rows can be small.
+    The weight is the left factor, as in `grouped_kernel`, so the number of rows can be small.
     """
     at = tl.program_id(0)
     row_tiles, column_tiles = tl.cdiv(T, ROWS), tl.cdiv(N, COLUMNS)

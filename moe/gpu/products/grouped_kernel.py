@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-"""The grouped product as a Triton kernel, launched and documented by `moe.gpu.grouped`.
+"""The grouped product as a Triton kernel, launched and documented by `grouped`.
 
 A weight's tile is the left factor and the transposed rows are the right one. So weights fill the 64 rows (M) of Hopper's
 wgmma even in a decode step, the number of rows can be small, and a quantised weight enters the product from registers.
@@ -10,7 +10,7 @@ Legend: P pairs (rows sorted by slot), N out features, K in features, S slots, L
 import triton
 import triton.language as tl
 
-from moe.gpu.formats_kernel import (
+from moe.gpu.weights.formats_kernel import (
     blocks_per_line,
     in_order_of_words,
     lifted_sum,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moe.adopt.gates import Gate, arranged, gate_of
 from moe.families import leaves
-from moe.gpu.formats import PLAIN, DeviceFormat, PlacedWeights, format_of, parts_of
+from moe.gpu.weights.formats import PLAIN, DeviceFormat, PlacedWeights, format_of, parts_of
 from moe.load.loader import Loader, Weight
 from moe.load.quantised_weight import QuantisedWeightError
 

@@ -5,7 +5,7 @@ Rows become e4m3 with a float32 scale per row and 128 inputs (DeepSeek-V3's bloc
 tensors). A scale is the largest magnitude over 448. Answers differ from those of rows that are not quantised, such as on a
 CPU. A row is quantised by itself, so its result does not depend on the batch.
 
-`multiply_rows` chooses between this product and `moe.gpu.widened`. Which weights take quantised rows is part of their format
+`multiply_rows` chooses between this product and `widened`. Which weights take quantised rows is part of their format
 (`DeviceFormat.fp8_rows`), decided once while they are loaded.
 
 Ideas: DeepGEMM (scales applied per 128 inputs outside the tensor cores), DeepSeek-V3's report. Rejected: one kernel for all
@@ -24,12 +24,12 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attention.gpu.tiles import device_names, tile_of
-from moe.gpu.formats import PlacedWeights
-from moe.gpu.fp8_flow_kernel import flow_fp8_rows
-from moe.gpu.fp8_kernel import STEP_INPUTS, grouped_fp8_rows, quantise_groups, quantise_whole_rows
-from moe.gpu.grouped_kernel import GATES
-from moe.gpu.tiles import GroupedTile, shape_of
-from moe.gpu.widened import Workspace, multiply_unquantised
+from moe.gpu.products.fp8_flow_kernel import flow_fp8_rows
+from moe.gpu.products.fp8_kernel import STEP_INPUTS, grouped_fp8_rows, quantise_groups, quantise_whole_rows
+from moe.gpu.products.grouped_kernel import GATES
+from moe.gpu.products.tiles import GroupedTile, shape_of
+from moe.gpu.products.widened import Workspace, multiply_unquantised
+from moe.gpu.weights.formats import PlacedWeights
 
 LEAST_FP8_CAPABILITY = (8, 9)
 _GROUPS = 32  # per program of `quantise_groups`
@@ -56,7 +56,7 @@ class Fp8Tile(NamedTuple):
 
 
 class Fp8FlowTile(NamedTuple):
-    """Shape of a program's work in `moe.gpu.fp8_flow_kernel`."""
+    """Shape of a program's work in `fp8_flow_kernel`."""
 
     rows: int
     columns: int  # of one product; 128 if the output is quantised
@@ -139,7 +139,7 @@ def multiply_rows(
     feeds: PlacedWeights | None = None,
     workspace: Workspace | None = None,
 ) -> Tensor | QuantisedRows:
-    """Multiply each row with its slot's weight, in FP8 if the weights take quantised rows. See `moe.gpu.grouped.grouped_linear`.
+    """Multiply each row with its slot's weight, in FP8 if the weights take quantised rows. See `grouped.grouped_linear`.
 
     Args:
         x: Rows [T, K], quantised or not. Quantised ones are results for `feeds` = weights.

@@ -13,7 +13,7 @@ MANY = 300
 
 
 def multiply_like_torch(device: str) -> None:
-    from moe.gpu.linear_rows import WIDE_TILE, multiply_rows_alike  # noqa: PLC0415 - in the interpreter
+    from moe.gpu.products.linear_rows import WIDE_TILE, multiply_rows_alike  # noqa: PLC0415 - in the interpreter
 
     for dtype in dtypes_on(device, torch.float32):
         generator = torch.Generator().manual_seed(1)
@@ -38,7 +38,7 @@ def test_products_equal_torchs_and_rows_have_the_same_bits_among_any_others(on_d
 
 
 def refuse(_device: str) -> None:
-    from moe.gpu.linear_rows import multiply_rows_alike  # noqa: PLC0415 - in the interpreter
+    from moe.gpu.products.linear_rows import multiply_rows_alike  # noqa: PLC0415 - in the interpreter
 
     x, weight = torch.zeros(4, 8), torch.zeros(6, 8)
     refused = (
@@ -58,7 +58,7 @@ def test_other_types_and_layouts_are_refused(on_device: OnDevice) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(5120, 2048), (2048, 4096), (128, 2048), (5120, 2880)])
 def test_all_tiles_give_a_gpus_rows_the_same_bits(shape: tuple[int, int]) -> None:
-    from moe.gpu.linear_rows import TILES, multiply_rows_alike  # noqa: PLC0415
+    from moe.gpu.products.linear_rows import TILES, multiply_rows_alike  # noqa: PLC0415
 
     for dtype in (torch.bfloat16, torch.float16):
         x, weight = torch.randn(MANY, shape[1]).to("cuda", dtype), torch.randn(shape).to("cuda", dtype)

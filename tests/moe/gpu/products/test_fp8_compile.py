@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton", reason="needs triton: pip install -r requirements-dev.txt")
-from moe.gpu import fp8
-from moe.gpu.fp8_flow_kernel import flow_fp8_rows
-from moe.gpu.fp8_kernel import grouped_fp8_rows, quantise_groups, quantise_whole_rows
-from moe.gpu.grouped_kernel import GATES
+from moe.gpu.products import fp8
+from moe.gpu.products.fp8_flow_kernel import flow_fp8_rows
+from moe.gpu.products.fp8_kernel import grouped_fp8_rows, quantise_groups, quantise_whole_rows
+from moe.gpu.products.grouped_kernel import GATES
 from tests.support.gpu.triton_compile import SHARED_LIMITS, Kernel, assemble, check_budget, compile_kernel
 
 SIDES = {"up": (2048, 7168), "down": (7168, 2048)}

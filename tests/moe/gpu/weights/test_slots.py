@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe.gpu import tiles
-from moe.gpu.formats import PLAIN, DeviceFormat, PlacedWeights
-from moe.gpu.slots import DeviceSlots, NoSpareSlotError, SlotStore
-from moe.gpu.tiles import check_steps, choose_tile, range_of, tile_of_launch
+from moe.gpu.products import tiles
+from moe.gpu.products.tiles import check_steps, choose_tile, range_of, tile_of_launch
+from moe.gpu.weights.formats import PLAIN, DeviceFormat, PlacedWeights
+from moe.gpu.weights.slots import DeviceSlots, NoSpareSlotError, SlotStore
 
 
 def parts(value: float, *, has_bias: bool = True) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
-"""The product in FP8 of many rows on Hopper, as a Triton kernel; launched by `moe.gpu.fp8`.
+"""The product in FP8 of many rows on Hopper, as a Triton kernel; launched by `fp8`.
 
-It takes the steps of `moe.gpu.fp8_kernel` in the same order, and differs in four ways:
+It takes the steps of `fp8_kernel` in the same order, and differs in four ways:
 
 - Rows are the left factor. A thread then holds two rows, and so two of their scales.
 - The copy engine (TMA) loads weights, and rows that need no map, by descriptors: no thread computes their addresses.
@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 
 from attention.gpu.pages import bound
-from moe.gpu.fp8_kernel import scale_of, to_e4m3
-from moe.gpu.grouped_kernel import end_tiles, find_rows, find_tile, gated
+from moe.gpu.products.fp8_kernel import scale_of, to_e4m3
+from moe.gpu.products.grouped_kernel import end_tiles, find_rows, find_tile, gated
 
 
 @triton.jit

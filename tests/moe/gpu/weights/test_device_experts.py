@@ -12,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs triton: pip install -r requirements-dev.txt")
 from moe.expert_weights import ExpertWeights, digest, flat_bytes, manifest
-from moe.gpu.slots import DeviceExperts, DeviceSlots
+from moe.gpu.weights.slots import DeviceExperts, DeviceSlots
 from moe.load.quantised_weight import QuantisedWeight, QuantisedWeightError
 from tests.moe.gpu.grouped_cases import FORMS, Case, make_weights
 

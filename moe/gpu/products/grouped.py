@@ -2,10 +2,10 @@
 
 A program finds its tiles from the offsets on the device, so a CUDA graph can replay the launch. There are as many
 programs as expected tiles; if rows are uneven, each takes several in turn. Products are added over the inner
-dimension in one fixed order. A row's bits depend on the tile's shape (`moe.gpu.tiles`), which is chosen by the expected
+dimension in one fixed order. A row's bits depend on the tile's shape (`tiles`), which is chosen by the expected
 rows at a step's capacity, never by contents. On Hopper, plain weights with many rows have a second kernel, with the same bits
-(`moe.gpu.flow_kernel`).
-Quantised weights stay quantised in memory (`moe.gpu.formats`). Rows are never quantised, which would change answers.
+(`flow_kernel`).
+Quantised weights stay quantised in memory (`moe.gpu.weights.formats`). Rows are never quantised, which would change answers.
 A table holds the place of a slot's weight in memory, so one written number puts a moved expert into service.
 
 Bounds. Decode: bytes of the weights that any row chose, read once. Prefill: 2 * P * N * K operations; tiles of
@@ -21,10 +21,9 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moe.gpu.flow_kernel import flow_rows
-from moe.gpu.formats import PLAIN, PlacedWeights, codes_per_word
-from moe.gpu.grouped_kernel import GATES, grouped_rows
-from moe.gpu.tiles import (
+from moe.gpu.products.flow_kernel import flow_rows
+from moe.gpu.products.grouped_kernel import GATES, grouped_rows
+from moe.gpu.products.tiles import (
     DESCRIBED_BYTES,
     MOST_PROGRAMS,
     MOST_REGISTERS,
@@ -33,6 +32,7 @@ from moe.gpu.tiles import (
     tile_of_launch,
     why_no_flow,
 )
+from moe.gpu.weights.formats import PLAIN, PlacedWeights, codes_per_word
 
 ROW_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -153,7 +153,7 @@ def _multiprocessors(device: torch.device) -> int:
 def kernel_views(
     codes: Tensor, scales: Tensor | None, kind: str, scale: str, word: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Return codes and scales in types that all GPUs have, for kernels that use `moe.gpu.formats.load_tile`.
+    """Return codes and scales in types that all GPUs have, for kernels that use `moe.gpu.weights.formats.load_tile`.
 
     Args:
         kind: Kind of the codes, as in `DeviceFormat`.

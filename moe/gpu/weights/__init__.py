@@ -1,0 +1,1 @@
+"""Experts' weights in a GPU's memory: storage formats, and slots."""
