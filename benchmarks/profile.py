@@ -34,7 +34,7 @@ from scheduler.assembly import Assembled, assemble
 from scheduler.policy.config import EngineConfig
 
 KINDS = {  # a function belongs to the first kind with all words of a tuple in "file:function"
-    "programs of kernels": (("dispatch/team.py", ":_run"), ("paged_cache.py", ":_write")),
+    "programs of kernels": (("dispatch/compiled/team.py", ":_run"), ("paged_cache.py", ":_write")),
     "dispatch and combine": (("dispatch/",), ("moe/cpu/program/spread_experts.py",)),
     "our Python around kernels": (("moe/",), ("attention/",), ("kvcache/",)),
     "transformers' Python": (("transformers/",),),

@@ -22,9 +22,9 @@ from torch import Tensor
 from dispatch import cpu_kernels as kernels
 from dispatch import layout
 from dispatch.buffers import GrowingBuffer
+from dispatch.compiled.native import compile_all
 from dispatch.cpu_kernels import message
 from dispatch.errors import RanksDisagree
-from dispatch.native import compile_all
 from dispatch.row_formats import PlainRows, RowFormat
 from dispatch.wires.wire import RankTable, Wire
 

@@ -1,4 +1,4 @@
-"""An exchange through shared memory with passes that run in programs; see `dispatch.passes`.
+"""An exchange through shared memory with passes that run in programs; see `dispatch.cpu_kernels.passes`.
 
 A program that sends is opened before it runs and finished after it. Finishing waits for the peers:
 
@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dispatch import passes
 from dispatch.arguments import slot_problem
+from dispatch.cpu_kernels import passes
 from dispatch.exchange import Exchange, Sent
 from dispatch.wires.shm import ShmWire
 

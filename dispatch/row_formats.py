@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from dispatch.buffers import GrowingBuffer, GrowingRows
+from dispatch.compiled.native import compile_all
 from dispatch.cpu_kernels import fp8 as kernels
 from dispatch.fp8 import num_blocks
-from dispatch.native import compile_all
 
 NAMES = ("auto", "fp8")
 _CODES = {

@@ -55,7 +55,7 @@ class Step:
     ) -> None:
         """Allocate for these limits of tokens, sequences, and blocks per sequence.
 
-        `team`: a `dispatch.team.Team` with threads for the CPU kernels of this step; None uses the caller's thread.
+        `team`: a `dispatch.compiled.team.Team` with threads for the CPU kernels of this step; None uses the caller's thread.
         """
         padded = -(-max(max_tokens, 1) // ROW_MULTIPLE) * ROW_MULTIPLE
         self.block_tokens, self.max_tokens = block_tokens, max_tokens

@@ -13,7 +13,7 @@ Legend: L layers, E experts, R ranks, T tokens, K choices.
 import numpy as np
 from torch import Tensor
 
-from dispatch.native import compile_all, compiled, words
+from dispatch.compiled.native import compile_all, compiled, words
 
 PREFILL, DECODE = 0, 1  # rows of a layer's table
 NUM_PHASES = 2

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from attention.cpu.cached import add_values, fetch_next, kernels_of, score_rows
 from attention.cpu.tiles import LANES, address_of, load_f32, scale_block, softmax_block
-from dispatch.native import bits_of, float_of, floats, words
-from dispatch.team import program_of, run
+from dispatch.compiled.native import bits_of, float_of, floats, words
+from dispatch.compiled.team import program_of, run
 from kvcache.codes import key_dim_of
 from kvcache.step import Step
 

@@ -46,8 +46,8 @@ from attention.cpu.tiles import (
     store,
     vector_call,
 )
-from dispatch.native import copy, floats, renamed, uint8s
-from dispatch.team import Kernel
+from dispatch.compiled.native import copy, floats, renamed, uint8s
+from dispatch.compiled.team import Kernel
 from kvcache.codes import E4M3, INT8, LATENT_SCALES_BYTES, SCALE_BYTES, quantise
 
 _SCALES = LANES * SCALE_BYTES  # bytes of 16 scales

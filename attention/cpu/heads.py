@@ -17,7 +17,7 @@ from torch import Tensor
 from attention.cpu.cached import kernels_of, write_head
 from attention.cpu.norm import norm_row
 from attention.cpu.tiles import LANES
-from dispatch.native import bits_of, float_of, floats, words
+from dispatch.compiled.native import bits_of, float_of, floats, words
 from kvcache.codes import E4M3, key_dim_of
 from kvcache.step import Step
 

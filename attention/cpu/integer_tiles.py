@@ -44,7 +44,7 @@ from attention.cpu.tiles import (
     store,
     vector_call,
 )
-from dispatch.native import Addressed
+from dispatch.compiled.native import Addressed
 
 BLOCK = 32  # inputs per scale, in rows and in weights
 QUANTISED_BLOCK_BYTES = BLOCK + 8

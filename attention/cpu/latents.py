@@ -34,8 +34,8 @@ from attention.cpu.tiles import (
     rows_times_panel_f32,
     times_panel,
 )
-from dispatch.native import bits_of, float_of, floats, uint8s, words
-from dispatch.team import Kernel, program_of, run
+from dispatch.compiled.native import bits_of, float_of, floats, uint8s, words
+from dispatch.compiled.team import Kernel, program_of, run
 from kvcache.codes import E4M3, LATENT_SCALES_BYTES, is_coded
 from kvcache.step import Step
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from attention.cpu.cached import kernels_of, latent_room, read_latent_dims, read_latents
 from attention.cpu.latent_tiles import mix_block, softmax_lanes, transpose_block
 from attention.cpu.tiles import LANES, TILES_VERSION, address_of, load_f32, rows_times_panel_f32
-from dispatch.native import bits_of, copy, float_of, floats, words
-from dispatch.team import Kernel
+from dispatch.compiled.native import bits_of, copy, float_of, floats, words
+from dispatch.compiled.team import Kernel
 from kvcache.step import Step
 
 MOST = 4  # groups of heads over all tokens; more of them keep a team busy without these kernels

@@ -33,7 +33,7 @@ from attention.cpu.tiles import (
     store,
     vector_call,
 )
-from dispatch.native import Addressed, renamed
+from dispatch.compiled.native import Addressed, renamed
 
 
 def _two_panels(rows: int, bf16: bool) -> Any:

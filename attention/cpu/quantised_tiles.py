@@ -37,7 +37,7 @@ from attention.cpu.tiles import (
     store,
     vector_call,
 )
-from dispatch.native import Addressed, renamed
+from dispatch.compiled.native import Addressed, renamed
 
 DECODED = 128  # inputs that the decoded buffer holds
 

@@ -25,8 +25,8 @@ from numba import njit, types
 from numba.core import cgutils, config
 from numba.extending import intrinsic
 
-from dispatch import native
-from dispatch.native import Addressed, renamed
+from dispatch.compiled import native
+from dispatch.compiled.native import Addressed, renamed
 from kvcache import codes
 
 LANES = 16  # output columns of a panel; also the tokens of a KV block

@@ -19,8 +19,8 @@ from attention.recurrences.mixers import (
     floats_of,
     taps_of,
 )
-from dispatch.native import bits_of
-from dispatch.team import program_of, run
+from dispatch.compiled.native import bits_of
+from dispatch.compiled.team import program_of, run
 from kvcache.step import Step
 
 _VALUES_PER_NS = 4  # approximate rate of one thread, in values of the state

@@ -12,8 +12,8 @@ from numba import njit
 
 from attention.cpu.norm import norm_row
 from attention.cpu.tiles import LANES, TILES_VERSION
-from dispatch.native import copy, float_of, floats, words
-from dispatch.team import Kernel
+from dispatch.compiled.native import copy, float_of, floats, words
+from dispatch.compiled.team import Kernel
 
 _ROWS = 4  # rows of a tile
 

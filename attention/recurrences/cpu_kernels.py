@@ -16,8 +16,8 @@ import numpy as np
 from numba import njit
 
 from attention.recurrences.mixers import ADDED, SCALED, UNIT_LENGTH
-from dispatch.native import float_of, floats, words
-from dispatch.team import Kernel
+from dispatch.compiled.native import float_of, floats, words
+from dispatch.compiled.team import Kernel
 
 RECURRENCES_VERSION = 2
 CHANNELS = 256  # channels per task of the convolution or of Mamba's scan

@@ -27,8 +27,8 @@ from attention.cpu.latents import (
     room_floats,
 )
 from attention.cpu.tiles import LANES, address_of, rows_times_panel_f32
-from dispatch.native import bits_of, float_of, floats, int32s, words
-from dispatch.team import Kernel, program_of, run
+from dispatch.compiled.native import bits_of, float_of, floats, int32s, words
+from dispatch.compiled.team import Kernel, program_of, run
 from kvcache.paged_cache import PagedCache
 from kvcache.step import Step
 

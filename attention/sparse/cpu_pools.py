@@ -16,8 +16,8 @@ from attention.cpu.attention import PRODUCTS_PER_NS
 from attention.cpu.tiles import LANES, TILES_VERSION
 from attention.sparse.cpu import COUNTS, largest, ordered
 from attention.sparse.pools import Pooling
-from dispatch.native import bits_of, float_of, floats, int32s, words
-from dispatch.team import Kernel, program_of, run
+from dispatch.compiled.native import bits_of, float_of, floats, int32s, words
+from dispatch.compiled.team import Kernel, program_of, run
 from kvcache.paged_cache import PagedCache
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.card import environment_card, print_card, print_tail, save_result
-from dispatch.team import Team, program_of, run
+from dispatch.compiled.team import Team, program_of, run
 from moe.cpu.weights.slots import PackedSlots
 from moe.load.quantised_weight import E2M1, QuantisedWeight
 

@@ -6,6 +6,7 @@ compares bits). Legend: as in `layout`. A lost peer has no window; its answers a
 
 from numba import carray, types
 
+from dispatch.compiled.native import compiled, copy, floats, inlined, int32s, pointer, uint16s, words
 from dispatch.cpu_kernels.message import (
     ANSWERED_BYTES,
     HEADER_BYTES,
@@ -17,7 +18,6 @@ from dispatch.cpu_kernels.message import (
     RECV_PAIRS,
     table,
 )
-from dispatch.native import compiled, copy, floats, inlined, int32s, pointer, uint16s, words
 
 
 @compiled

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numba import carray, types
 
+from dispatch.compiled.native import compiled, copy, floats, inlined, int32s, pointer, uint16s
 from dispatch.fp8 import BLOCK
-from dispatch.native import compiled, copy, floats, inlined, int32s, pointer, uint16s
 
 SCRATCH_BYTES = 4 * (128 + 4)  # a block in float32, and four words with its largest value, scale and factor
 _FP8_MAX = np.float32(448.0)

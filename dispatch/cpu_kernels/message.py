@@ -16,7 +16,7 @@ dispatch, and DeepEP's interfaces. (GPU kernels write to each other's memory ins
 
 from typing import Any
 
-from dispatch.native import aligned, inlined, words
+from dispatch.compiled.native import aligned, inlined, words
 
 HEADER_BYTES = 64
 HEADER_WORDS = 8

@@ -11,6 +11,7 @@ Legend: as in `layout`. A lost peer (`Wire.mask`) has no window: its address is 
 
 from numba import carray, types
 
+from dispatch.compiled.native import compiled, copy, inlined, int32s, pointer, words
 from dispatch.cpu_kernels.message import (
     CURSOR,
     HEADER_FORMAT,
@@ -27,7 +28,6 @@ from dispatch.cpu_kernels.message import (
     rows_at,
     table,
 )
-from dispatch.native import compiled, copy, inlined, int32s, pointer, words
 
 
 @compiled

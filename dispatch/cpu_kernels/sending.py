@@ -3,6 +3,7 @@
 Legend: as in `layout`.
 """
 
+from dispatch.compiled.native import compiled, copy, int32s, words
 from dispatch.cpu_kernels.message import (
     CURSOR,
     HEADER_BYTES,
@@ -21,7 +22,6 @@ from dispatch.cpu_kernels.message import (
     rows_at,
     table,
 )
-from dispatch.native import compiled, copy, int32s, words
 
 
 @compiled

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dispatch.buffers import AlignedBytes
+from dispatch.compiled.native import compile_all
 from dispatch.errors import DispatchError, PeerRefused, RanksDisagree
-from dispatch.native import compile_all
 from dispatch.wires import gloo_parts as parts
 from dispatch.wires.gloo_sends import PeerByPeer, Together
 from dispatch.wires.wire import ALIGNMENT, HostWire, RankTable, decode_refusal, encode_refusal, fitting_share

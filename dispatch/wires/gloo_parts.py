@@ -10,7 +10,7 @@ All functions begin with R, rank, bytes of a part and the table of masked ranks.
 are addresses of int64 [R].
 """
 
-from dispatch.native import aligned, compiled, inlined, words
+from dispatch.compiled.native import aligned, compiled, inlined, words
 from dispatch.wires.wire import REFUSED
 
 PREFIX_BYTES = 64  # size, number, epoch, bytes of a refusal's text, and padding for alignment

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from dispatch import native
+from dispatch.compiled import native
 from dispatch.errors import DispatchError, DispatchTimeout, PeerLost, WireUnavailable
 from dispatch.gathered import gather_values
 from dispatch.wires import signals

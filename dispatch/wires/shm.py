@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dispatch.buffers import AlignedBytes
+from dispatch.compiled.native import compile_all
 from dispatch.errors import DispatchError, PeerRefused, RanksDisagree
-from dispatch.native import compile_all
 from dispatch.wires import shm_regions as regions
 from dispatch.wires.segment import SharedSegment
 from dispatch.wires.wire import HostWire, RankTable, decode_refusal, encode_refusal, fitting_share

@@ -12,7 +12,7 @@ All functions begin with the place: signals, first region, R, rank, bytes of a r
 round posts and waits for (written here), and the mask. Every argument is an int64; tables are addresses of int64 [R].
 """
 
-from dispatch.native import aligned, compiled, copy, inlined, words
+from dispatch.compiled.native import aligned, compiled, copy, inlined, words
 from dispatch.wires import signals
 from dispatch.wires.wire import REFUSED
 

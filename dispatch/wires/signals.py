@@ -15,7 +15,7 @@ Layout, in lines of LINE_BYTES: per rank a block of [state, doorbell, sleeping, 
 
 from typing import Any
 
-from dispatch.native import (
+from dispatch.compiled.native import (
     compiled,
     fence,
     fetch_add,

@@ -21,8 +21,8 @@ from attention.recurrences.cpu_kernels import KERNELS as RECURRENCE_KERNELS
 from attention.sparse import pools as pooled_index
 from attention.sparse.cpu import choose_from_pages, sparse_kernels
 from attention.sparse.cpu_pools import POOL_KERNELS, choose_pools
-from dispatch.passes import PASSES
-from dispatch.team import Kernel, Team, program_of, run_alone
+from dispatch.compiled.team import Kernel, Team, program_of, run_alone
+from dispatch.cpu_kernels.passes import PASSES
 from kvcache.paged_cache import BLOCK_TOKENS, LayerShape, PagedCache
 from kvcache.step import Span, Step
 from moe.adopt.adopt import SampleRows, adopt

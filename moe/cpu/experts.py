@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from dispatch.compiled.team import Team, program_of, run
 from dispatch.dispatched import TokenDispatcher
 from dispatch.mode import Mode
-from dispatch.team import Team, program_of, run
 from kvcache.step import ROW_MULTIPLE, Step
 from moe.backend import serve_experts
 from moe.cpu.kernels.panels import Format

@@ -21,8 +21,8 @@ from numba import carray, njit, types
 from numba.extending import intrinsic
 
 from attention.cpu.tiles import LANES, TILES_VERSION, constant, emit_exp, load, splat, store, vector_call
-from dispatch.native import compiled, floats, pointer, words
-from dispatch.team import Kernel, Team, program_of, run
+from dispatch.compiled.native import compiled, floats, pointer, words
+from dispatch.compiled.team import Kernel, Team, program_of, run
 from scheduler.policy.request import SamplingParams
 
 # Below, logits over temperature leave float32's range; draws are greedy long before.

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dispatch.team import Team
+from dispatch.compiled.team import Team
 from scheduler.policy.request import Logprobs
 from scheduler.policy.sequence import TokenContext
 from scheduler.sampling.draw import ARG_MAX, DRAW, NOTHING, draw_tokens, likeliest_tokens

@@ -3,7 +3,7 @@
 import pytest
 
 from attention.sparse.cpu_pools import choose_pools
-from dispatch.team import Team
+from dispatch.compiled.team import Team
 from kvcache.paged_cache import PagedCache
 from kvcache.step import Step
 from tests.support.models.pools import Index, check_choice, check_cuts, pooling_of, shape_of

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attention.recurrences import cpu
-from dispatch.team import Team
+from dispatch.compiled.team import Team
 from kvcache.paged_cache import LayerShape, PagedCache
 from kvcache.step import Step
 from tests.support.models.recurrences import KINDS, LENGTHS, Rank, check_a_batch, check_cuts, whole

@@ -10,7 +10,7 @@ from attention.cpu.latents import latent_attention
 from attention.sparse import index as sparse_index
 from attention.sparse.cpu import choose_tokens, chosen_attention
 from attention.transformers_names import CACHE
-from dispatch.team import Team
+from dispatch.compiled.team import Team
 from kvcache.paged_cache import LayerShape, PagedCache
 from kvcache.step import Span, Step
 from tests.attention.cpu.test_latents import SHAPES, SPANS, Shape, absorbed, cache_and_step

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dispatch import passes
+from dispatch.compiled.team import Team, program_of, run_alone
+from dispatch.cpu_kernels import passes
+from dispatch.cpu_kernels.passes import pass_rows
 from dispatch.dispatcher import Dispatcher
 from dispatch.mode import Mode
-from dispatch.passes import pass_rows
 from dispatch.programmed import ProgrammedExchange, Room
-from dispatch.team import Team, program_of, run_alone
 from dispatch.wires.shm import ShmWire
 from tests.conftest import PoolOf
 from tests.dispatch.exchange import catch

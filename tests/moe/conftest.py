@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dispatch.team import Team
+from dispatch.compiled.team import Team
 from tests.moe.loaded import SEQUENCES
 from tests.moe.quantised_cases import CASES, Case
 from tests.support.models.families import write_checkpoint
@@ -61,5 +61,5 @@ def two_threads() -> Iterator[Team]:
 @pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
 def team(request: pytest.FixtureRequest, two_threads: Team, monkeypatch: pytest.MonkeyPatch) -> Team | None:
     """Return the threads that kernels use even for little work: only the test's own (None), or a team."""
-    monkeypatch.setattr("dispatch.team.SHARED_NS", -1)
+    monkeypatch.setattr("dispatch.compiled.team.SHARED_NS", -1)
     return None if request.param == 1 else two_threads

@@ -6,8 +6,8 @@ import torch
 import torch.distributed
 
 from dispatch import cpu_kernels
+from dispatch.compiled.native import compile_all
 from dispatch.cpu_kernels import fp8
-from dispatch.native import compile_all
 from dispatch.wires import gloo_parts as parts
 from dispatch.wires import shm_regions as regions
 from dispatch.wires import signals

@@ -14,8 +14,8 @@ from attention.cpu.latents import latent_kernels
 from attention.recurrences.cpu_kernels import KERNELS as RECURRENCE_KERNELS
 from attention.sparse.cpu import sparse_kernels
 from attention.sparse.cpu_pools import POOL_KERNELS
-from dispatch.passes import PASSES
-from dispatch.team import Kernel
+from dispatch.compiled.team import Kernel
+from dispatch.cpu_kernels.passes import PASSES
 from moe.cpu.kernels.products import GATHER, GROUPED, LINEAR, QUANTISE
 from moe.cpu.program.spread_experts import CHOOSE
 from scheduler import assembly

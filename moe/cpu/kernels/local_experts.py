@@ -11,8 +11,8 @@ import math
 import numpy as np
 
 from attention.cpu.tiles import TILES_VERSION
-from dispatch.native import floats, now_ns, words
-from dispatch.team import Kernel
+from dispatch.compiled.native import floats, now_ns, words
+from dispatch.compiled.team import Kernel
 
 _TILE_VALUES = 1 << 14
 

@@ -1,7 +1,7 @@
 """Products of a step on a CPU, as kernels for a team of threads: linear layers, and experts by slot.
 
 A product's bits depend on the row alone. The tiles ensure this for any batch and any split of the columns among threads.
-Kernels only have addresses and sizes (`dispatch.team`). `moe.cpu.weights.packed_weight` calls `linear` for
+Kernels only have addresses and sizes (`dispatch.compiled.team`). `moe.cpu.weights.packed_weight` calls `linear` for
 `torch.nn.functional.linear`; `moe.cpu.weights.slots` and `moe.cpu.experts` call the rest for experts modules.
 
 Legend: T tokens (rows), K input features, N output features, P pairs (row, expert choice), S slots, I intermediate dim.
@@ -20,8 +20,8 @@ from attention.cpu.tiles import (
     silu_times,
     times_panel,
 )
-from dispatch.native import copy, floats, words
-from dispatch.team import Kernel, Team, program_of, run
+from dispatch.compiled.native import copy, floats, words
+from dispatch.compiled.team import Kernel, Team, program_of, run
 from moe.cpu.kernels.panels import Format
 
 TILE_NS = 10_000  # target time on one thread: long compared to taking a tile, short compared to a step

@@ -13,8 +13,8 @@ from numba import njit
 from torch import Tensor
 
 from attention.cpu.tiles import TILES_VERSION
-from dispatch.native import bits_of, float_of, floats, words
-from dispatch.team import Kernel, program_of, run_alone
+from dispatch.compiled.native import bits_of, float_of, floats, words
+from dispatch.compiled.team import Kernel, program_of, run_alone
 from moe.routing import Routing
 
 _TILE_ROWS = 16

@@ -23,9 +23,9 @@ from attention.cpu.tiles import LANES
 from attention.recurrences.cpu import Side, convolve_row, delta_row
 from attention.recurrences.cpu_delta_net import GATE, NORM_GATED, ORDER, RATES
 from attention.recurrences.mixers import UNIT_LENGTH
-from dispatch.native import bits_of
+from dispatch.compiled.native import bits_of
+from dispatch.compiled.team import Program, program_of, run_alone
 from dispatch.row_formats import PlainRows
-from dispatch.team import Program, program_of, run_alone
 from kvcache.paged_cache import PagedCache
 from kvcache.step import Step
 from moe.cpu.experts import PackedExpertLayer

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from attention.cpu.tiles import LANES, TILES_VERSION
 from attention.transformers_names import CACHE
-from dispatch.native import copy, int32s, uint16s, words
-from dispatch.team import Kernel
+from dispatch.compiled.native import copy, int32s, uint16s, words
+from dispatch.compiled.team import Kernel
 from kvcache.step import Step
 from moe.cpu.kernels.products import GATHER, LINEAR, linear_row
 from moe.cpu.program.activations import Activations, Rows

@@ -1,7 +1,7 @@
 """Experts that are spread over ranks, in programs. A layer's program is cut only at its waits for other ranks.
 
 The kernel chooses slots and counts, like `expert_placement.choose` and `moe.load_counts`. Dispatch and combine are the
-passes of `dispatch.passes`. `moe.cpu.kernels.local_experts` does the same for a lone rank.
+passes of `dispatch.cpu_kernels.passes`. `moe.cpu.kernels.local_experts` does the same for a lone rank.
 
 Legend: T rows, K choices, P = T x K pairs, S slots of a rank, E experts, R ranks, C copies of all experts, D hidden dim.
 """
@@ -15,11 +15,11 @@ from numba import carray, types
 from torch import Tensor
 
 from attention.cpu.tiles import TILES_VERSION
+from dispatch.compiled.native import pointer, words
+from dispatch.compiled.team import Kernel, Program, program_of
+from dispatch.cpu_kernels.passes import pass_rows
 from dispatch.dispatcher import Dispatcher
-from dispatch.native import pointer, words
-from dispatch.passes import pass_rows
 from dispatch.programmed import ProgrammedExchange, Room
-from dispatch.team import Kernel, Program, program_of
 from expert_placement import choose
 from expert_placement.choose import ReplicaChoice, choose_slots
 from expert_placement.kernels import compiled

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from attention.cpu.attention import NUM_TILES, TILES
 from attention.cpu.norm import norm_rows
 from attention.transformers_names import CACHE
-from dispatch.team import Program, program_of, run_alone
+from dispatch.compiled.team import Program, program_of, run_alone
 from kvcache.paged_cache import PagedCache
 from kvcache.step import Step
 from moe.cpu.kernels.local_experts import ANSWERS, OUT

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from attention.cpu.heads import COSINES, SINES, HeadNorms, heads_row
 from attention.cpu.norm import norm_rows, rms_norm
-from dispatch.team import Team, program_of, run_alone
+from dispatch.compiled.team import Team, program_of, run_alone
 from kvcache.paged_cache import LayerShape, PagedCache
 from kvcache.step import Span, Step
 from tests.support.cached_codes import ALL, decoded, stored_bytes

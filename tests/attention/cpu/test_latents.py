@@ -10,7 +10,7 @@ from attention import reference
 from attention.cpu.latents import AbsorbedWeight, latent_attention
 from attention.cpu.lone_latents import most_lone
 from attention.latents import halves_of
-from dispatch.team import Team
+from dispatch.compiled.team import Team
 from kvcache.paged_cache import LayerShape, PagedCache
 from kvcache.step import Span, Step
 from moe.cpu.kernels.panels import pack

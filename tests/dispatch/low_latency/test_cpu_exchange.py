@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dispatch import fp8
+from dispatch.compiled.native import compile_all
 from dispatch.cpu_kernels import fp8 as cpu_fp8
 from dispatch.faces.low_latency import LowLatencyFace
 from dispatch.low_latency.calls import LowLatencyShape
 from dispatch.low_latency.cpu import CpuExchange
-from dispatch.native import compile_all
 from dispatch.wires.local import LocalWire
 from tests.conftest import PoolOf
 from tests.dispatch.low_latency.cases import (

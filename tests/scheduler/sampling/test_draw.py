@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dispatch.team import Team
+from dispatch.compiled.team import Team
 from scheduler.policy.request import SamplingParams
 from scheduler.sampling.draw import NOTHING, draw_tokens, likeliest_tokens, uniform_at
 

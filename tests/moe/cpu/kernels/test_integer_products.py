@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dispatch.team import Team, program_of, run_alone
+from dispatch.compiled.team import Team, program_of, run_alone
 from moe.cpu.kernels.panels import PackedCoding, format_of, pack_codes, pack_scales, unpack_quantised
 from moe.cpu.kernels.products import QUANTISE, linear
 from moe.load.quantised_weight import QuantisedWeight, int4_weight, int8_weight

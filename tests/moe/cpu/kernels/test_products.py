@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dispatch.team import Team, program_of, run, run_alone
+from dispatch.compiled.team import Team, program_of, run, run_alone
 from moe.cpu.kernels.panels import PackedCoding, format_of, pack, unpack
 from moe.cpu.kernels.products import GATHER, QUANTISE, grouped_row, linear, linear_row
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dispatch.team import Team
+from dispatch.compiled.team import Team
 from moe.cpu.kernels.panels import PackedCoding, format_of, pack, pack_codes, pack_scales, unpack_quantised
 from moe.cpu.kernels.products import linear
 from moe.load.quantised_weight import (

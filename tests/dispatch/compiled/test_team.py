@@ -1,17 +1,17 @@
 """A team computes every tile of every kernel once, one kernel after the other, even if some threads are delayed."""
 
-import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from dispatch.native import fetch_add, words
-from dispatch.team import Kernel, Team, program_of, run, run_alone
+from dispatch.compiled.native import fetch_add, words
+from dispatch.compiled.team import Kernel, Team, program_of, run, run_alone
 
 
 def _count(tile, tiles, counts, left, before, each, wrong, leaves):  # type: ignore[no-untyped-def]
@@ -136,11 +136,11 @@ def test_more_threads_than_cores_still_get_on() -> None:
     """The owner of a tile may be off its core. The others yield to it."""
     code = (
         "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
-        "from tests.dispatch.test_team import Counted, Team\n"
+        "from tests.dispatch.compiled.test_team import Counted, Team\n"
         "team = Team(4)\n"
         "for _ in range(200):\n"
         "    counted = Counted([5, 1, 9]); team.run(counted.program); counted.check()\n"
         "team.close()\n"
     )
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    root = Path(__file__).parents[3]
     subprocess.run([sys.executable, "-c", code], cwd=root, timeout=60, check=True)

@@ -19,7 +19,7 @@ from typing import Any, Concatenate, Generic, ParamSpec
 
 import numpy as np
 
-from dispatch.native import (
+from dispatch.compiled.native import (
     CACHE_LINE_BYTES,
     ROW_WORDS,
     Addressed,

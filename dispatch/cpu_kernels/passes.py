@@ -1,6 +1,6 @@
 """An exchange's passes as kernels of a program. Python only waits between them.
 
-The passes are those of `dispatch.cpu_kernels`, applied to windows in shared memory. They read all arguments from the
+The passes are those of this folder, applied to windows in shared memory. They read all arguments from the
 exchange's block of words. If a pass cannot do its work (a message is larger than its window, or there is no room for the
 rows), it records the reason. The passes after it then do nothing until Python has done the work (`dispatch.programmed`).
 
@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from dispatch import cpu_kernels as passes
+from dispatch.compiled.native import inlined, words
+from dispatch.compiled.team import Kernel
 from dispatch.cpu_kernels import message
-from dispatch.native import inlined, words
-from dispatch.team import Kernel
 from dispatch.wires import shm_regions as regions
 
 # The block's words; names with `_AT` are addresses.
@@ -34,15 +34,15 @@ BLOCK_WORDS = 34
 FINE, BAD_SLOT, ROWS_TOO_LARGE, NO_ROOM, OTHER_CALL, ANSWERS_TOO_LARGE, OTHER_ANSWERS = range(7)
 
 _TILE_VALUES = 1 << 14
-_HERE = Path(__file__).parent
+_HERE, _DISPATCH = Path(__file__).parent, Path(__file__).parents[1]
 # Covers all code that is compiled into the kernels: numba's cache checks only their own file.
 _VERSION = zlib.crc32(
     b"".join(
         path.read_bytes()
         for path in (
-            *sorted((_HERE / "cpu_kernels").glob("*.py")),
-            *(_HERE / "wires" / f"{name}.py" for name in ("signals", "shm_regions")),
-            _HERE / "native.py",
+            *sorted(_HERE.glob("*.py")),
+            *(_DISPATCH / "wires" / f"{name}.py" for name in ("signals", "shm_regions")),
+            _DISPATCH / "compiled" / "native.py",
         )
     )
 )
