@@ -26,8 +26,8 @@ from torch import Tensor
 
 from dispatch.dispatched import Check
 from dispatch.errors import DispatchError, DispatchTimeout, PeerRefused, RanksDisagree
-from dispatch.gpu import flags
 from dispatch.gpu.host_copy import HostCopy
+from dispatch.gpu.kernels import flags
 from dispatch.gpu.symmetric import TEXT_BYTES, OpenMemory, SymmetricLayout, SymmetricMemory
 from dispatch.low_latency.calls import LowLatencyShape, OneTravels, Posted
 from dispatch.wires.wire import decode_refusal, encode_refusal

@@ -25,7 +25,7 @@ from dispatch.errors import DispatchError, WireUnavailable
 from dispatch.faces.config import NVL_PEERS
 from dispatch.faces.installed import load_package
 from dispatch.gpu.dispatcher import DeviceDispatcher
-from dispatch.gpu.pairs import PairOrders, combine_pairs
+from dispatch.gpu.kernels.pairs import PairOrders, combine_pairs
 from dispatch.row_formats import describe_rows
 
 

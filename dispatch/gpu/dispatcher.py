@@ -25,9 +25,9 @@ from dispatch.dispatched import (
     nothing,
 )
 from dispatch.errors import DispatchError
-from dispatch.gpu.casts import STORED
-from dispatch.gpu.ordering import ExpertChoices
-from dispatch.gpu.pairs import PairOrders, PairsOnDevice, combine_pairs
+from dispatch.gpu.kernels.casts import STORED
+from dispatch.gpu.kernels.ordering import ExpertChoices
+from dispatch.gpu.kernels.pairs import PairOrders, PairsOnDevice, combine_pairs
 from dispatch.mode import NORMAL, Mode
 
 

@@ -1,13 +1,13 @@
 """Low-latency calls by Triton kernels through symmetric memory, for the service and for DeepEP's interface.
 
-Both send the same messages with the same kernels (`kernels`). They differ in the position of rows on the rank that
+Both send the same messages with the same kernels (`kernels.low_latency`). They differ in the position of rows on the rank that
 computes. The service's experts read pairs packed by slot. DeepEP's interface has a block of R*M rows for each expert,
 with each token once. After the first call of a shape nothing is allocated, and on a GPU the host reads nothing, so a CUDA
 graph can replay a step. See `calls` for the consequences; for example, choices out of range are ignored there.
 
 Interpreted across processes, compiled for sm_90, and run by two ranks on one H200 (two ranks on two GPUs have not run).
 
-Legend: as in `kernels`; T tokens, P pairs.
+Legend: as in `kernels.low_latency`; T tokens, P pairs.
 """
 
 from functools import partial
@@ -19,10 +19,10 @@ from torch import Tensor
 
 from dispatch import fp8
 from dispatch.dispatched import Launches, nothing
-from dispatch.gpu import kernels
 from dispatch.gpu.calls import DeviceCalls, kind_of
-from dispatch.gpu.casts import STORED, as_stored
-from dispatch.gpu.pairs import DeviceRoom, chunk_of, order_pairs
+from dispatch.gpu.kernels import low_latency as kernels
+from dispatch.gpu.kernels.casts import STORED, as_stored
+from dispatch.gpu.kernels.pairs import DeviceRoom, chunk_of, order_pairs
 from dispatch.gpu.symmetric import CombineContents, DispatchContents, OpenMemory
 from dispatch.low_latency.calls import (
     BlockCombine,

@@ -19,7 +19,7 @@ from torch import Tensor
 from dispatch import fp8
 from dispatch.dispatched import Check, Launches, nothing
 from dispatch.errors import DispatchError
-from dispatch.gpu.pairs import PairOrders, combine_pairs
+from dispatch.gpu.kernels.pairs import PairOrders, combine_pairs
 from dispatch.rows import NOT_HERE, RowMover, localise, ranks_of, select, token_mask
 
 

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 """Map logical experts to physical slots on a GPU and count the choices, in one launch.
 
-On one rank this is part of the launch that orders pairs (`dispatch.gpu.ordering`), which takes `DeviceSlotChoice.experts`.
+On one rank this is part of the launch that orders pairs (`dispatch.gpu.kernels.ordering`), which takes `DeviceSlotChoice.experts`.
 
 The GPU's `moe.slot_choice` and `moe.load_counts`. A table on the device holds each expert's slots. A change of
 placement rewrites it in place, so captured graphs use it. If experts have copies, the n-th of an expert's N choices
@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dispatch.gpu.ordering import ExpertChoices
+from dispatch.gpu.kernels.ordering import ExpertChoices
 from moe.load_counts import NUM_PHASES, LayerCounts, LoadCounts
 from moe.slot_choice import SlotChoice
 

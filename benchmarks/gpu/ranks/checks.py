@@ -21,8 +21,8 @@ from dispatch.dispatcher import Dispatcher
 from dispatch.faces.low_latency import LowLatencyFace
 from dispatch.gpu.dispatcher import DeviceDispatcher
 from dispatch.gpu.exchange import LowLatencyBlocks, LowLatencyPairs
+from dispatch.gpu.kernels.pairs import PairOrders, PairsOnDevice, combine_pairs
 from dispatch.gpu.normal import NormalPairs
-from dispatch.gpu.pairs import PairOrders, PairsOnDevice, combine_pairs
 from dispatch.gpu.symmetric import OpenMemory, open_memory_for
 from dispatch.low_latency.cpu import CpuExchange
 from dispatch.mode import NORMAL, Mode

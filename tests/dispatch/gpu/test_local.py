@@ -51,7 +51,7 @@ def test_pairs_and_sums_have_the_oracles_bits(interpreter: RankPool) -> None:
 
 def order_many(num_tokens: int, most: int) -> list[Tensor]:
     """Order choices in one launch, or in three if there are more than `most`."""
-    from dispatch.gpu import ordering, pairs  # noqa: PLC0415 - the interpreter is chosen before
+    from dispatch.gpu.kernels import ordering, pairs  # noqa: PLC0415 - the interpreter is chosen before
 
     kept, ordering.MOST_AT_ONCE = ordering.MOST_AT_ONCE, most
     (case,) = make_cases(8, [num_tokens])
@@ -73,7 +73,7 @@ def order_received(num_tokens: int, programs: int) -> list[Tensor]:
     """Order choices as low-latency calls receive them, from one source, with few or many programs."""
     import triton  # noqa: PLC0415 - the interpreter is chosen before
 
-    from dispatch.gpu import flags, pairs  # noqa: PLC0415
+    from dispatch.gpu.kernels import flags, pairs  # noqa: PLC0415
 
     kept, pairs._PROGRAMS = pairs._PROGRAMS, programs
     (case,) = make_cases(8, [num_tokens])

@@ -107,7 +107,7 @@ def open_layer(up: Tensor, down: Tensor) -> Any:
 
 def run_step(most: int) -> Seen:
     """Run a router and its layer. More choices than `most` take three launches to order."""
-    from dispatch.gpu import ordering  # noqa: PLC0415 - in the interpreter
+    from dispatch.gpu.kernels import ordering  # noqa: PLC0415 - in the interpreter
     from moe.adopt.adopt import SampleRows, adopt  # noqa: PLC0415
     from moe.adopt.routers import Routers  # noqa: PLC0415
     from moe.gpu.routing import route  # noqa: PLC0415

@@ -22,7 +22,7 @@ def make_ids(rows: int, num_real: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def order_experts(rows: int, num_real: int, num_decodes: int, most: int) -> tuple[list[Tensor], list[Tensor]]:
     """Order twice through one object, counting both times. Return what was found, and what is right."""
-    from dispatch.gpu import ordering, pairs  # noqa: PLC0415 - the interpreter is chosen before
+    from dispatch.gpu.kernels import ordering, pairs  # noqa: PLC0415 - the interpreter is chosen before
 
     kept, ordering.MOST_AT_ONCE = ordering.MOST_AT_ONCE, most
     ids, cache_slots, real = make_ids(rows, num_real)

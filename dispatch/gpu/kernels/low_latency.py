@@ -24,8 +24,8 @@ import triton
 import triton.language as tl
 
 from dispatch.gpu import nvshmem
-from dispatch.gpu.casts import copy_row, narrow, restore_row, see_row, widen, write_row
-from dispatch.gpu.flags import CAME, end_call, half_at, is_sound, number_of_call
+from dispatch.gpu.kernels.casts import copy_row, narrow, restore_row, see_row, widen, write_row
+from dispatch.gpu.kernels.flags import CAME, end_call, half_at, is_sound, number_of_call
 
 
 @triton.jit(do_not_specialize=["num_tokens", "rank", "kind"])

@@ -13,8 +13,8 @@ from dispatch.low_latency.calls import LowLatencyShape, size_hint
 
 pytest.importorskip("triton", reason="needs triton: pip install -r requirements-dev.txt")
 from dispatch.gpu import nvshmem
-from dispatch.gpu.flags import begin_call, post_flags, post_refusal, wait_flags
-from dispatch.gpu.kernels import (
+from dispatch.gpu.kernels.flags import begin_call, post_flags, post_refusal, wait_flags
+from dispatch.gpu.kernels.low_latency import (
     deliver_blocks,
     deliver_rows,
     order_blocks,
@@ -22,8 +22,8 @@ from dispatch.gpu.kernels import (
     send_rows,
     sum_answers,
 )
-from dispatch.gpu.ordering import add_chunks, count_chunks, order_few, place_chunks
-from dispatch.gpu.pairs import order_pairs, sum_pairs
+from dispatch.gpu.kernels.ordering import add_chunks, count_chunks, order_few, place_chunks
+from dispatch.gpu.kernels.pairs import order_pairs, sum_pairs
 from dispatch.gpu.symmetric import TEXT_BYTES, CombineContents, DispatchContents, SymmetricLayout
 from tests.support.gpu.triton_compile import Kernel, assemble, check_budget, compile_kernel
 

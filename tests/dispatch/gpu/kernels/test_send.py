@@ -12,7 +12,7 @@ def stage() -> torch.Tensor:
     """Send two tokens of at most four to this rank itself, with peers that would be reached by puts. Return the staged rows."""
     import triton  # noqa: PLC0415 - in the interpreter
 
-    from dispatch.gpu.kernels import send_rows  # noqa: PLC0415
+    from dispatch.gpu.kernels.low_latency import send_rows  # noqa: PLC0415
 
     memory = torch.zeros(2 * STAGING_AT, dtype=torch.uint8)
     # Memory after the last token belongs to another tensor; on a device it may not be mapped.

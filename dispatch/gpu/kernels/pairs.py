@@ -19,9 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from dispatch.gpu.casts import as_stored, narrow, widen
-from dispatch.gpu.flags import CAME, half_at, is_sound
-from dispatch.gpu.ordering import ExpertChoices, OrderMemory, num_chunks, order
+from dispatch.gpu.kernels.casts import as_stored, narrow, widen
+from dispatch.gpu.kernels.flags import CAME, half_at, is_sound
+from dispatch.gpu.kernels.ordering import ExpertChoices, OrderMemory, num_chunks, order
 
 _TILE = 512  # choices that a program reads at once
 _PROGRAMS = 512  # approximate number that a large GPU runs at once

@@ -1,0 +1,1 @@
+"""Triton kernels of dispatch: send, wait, order, deliver, answer and sum."""
