@@ -38,7 +38,7 @@ from server.tools.bench.flags import positive, whole
 from server.tools.bench.load import closed_loop
 from server.tools.bench.prompts import CheckpointTokenizer, Prompts, RequestLengths, passages_of
 from server.tools.bench.stream import STREAMED, StreamClient, StreamedAnswer
-from server.tools.size.read_model import read_model
+from server.tools.size.costs.read_model import read_model
 from server.tools.traces import PREFIX_TOKENS, TracedRequest, TraceError, read_trace
 
 AGAIN = "again"

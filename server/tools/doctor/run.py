@@ -26,7 +26,7 @@ from server.serve.store.links import Gathers
 from server.serve.store.meeting import Endpoint, Meeting, MeetingError, meet
 from server.tools.doctor.between_nodes import DispatchTrial, check_together, check_ways, sizes_of, tokens_of
 from server.tools.gpu_rates import GpuRates, measure_gpu
-from server.tools.size.device_table import sheet_of
+from server.tools.size.costs.device_table import sheet_of
 
 _END_S = 30.0
 _LEAST_SHARE = 0.7  # of the data sheet's bandwidth: a copy on an H200 alone reaches 0.88

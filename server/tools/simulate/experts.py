@@ -27,7 +27,7 @@ from expert_placement.placement import Placement, rank_load
 from expert_placement.plan import plan
 from scheduler.moves.start_placement import start_placement
 from server.tools.simulate.flags import PLACEMENT_NAMES
-from server.tools.size.step_times import StepCost
+from server.tools.size.costs.step_times import StepCost
 
 GENERATED_LAYERS = 8  # represent all layers of a model
 _HOST = "host"  # of all ranks: nodes are not simulated

@@ -18,7 +18,7 @@ import numpy as np
 from scheduler.policy.scheduler import SchedulerStats
 from server.front.router import MoveCause
 from server.tools.simulate.rank import Rows
-from server.tools.size.step_times import StepCost, StepTimes
+from server.tools.size.costs.step_times import StepCost, StepTimes
 
 CAUSE_EVERY = 16
 CAUSES = ("experts", "prefill", "decode_rows", "contexts")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from server.tools.size.step_times import RankRows, StepCost
+from server.tools.size.costs.step_times import RankRows, StepCost
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,8 +30,8 @@ from server.tools.simulate.figures import SimulationReport, Slo
 from server.tools.simulate.flags import SimulateOptions
 from server.tools.simulate.service import LOOK_STEPS, PreemptedError, SimulatedService, SimulationError
 from server.tools.simulate.subject import CalibrationError, Subject, from_roofline, from_service, redundant
-from server.tools.size.devices import UnknownDeviceError
-from server.tools.size.fit import SizeError
+from server.tools.size.costs.devices import UnknownDeviceError
+from server.tools.size.costs.fit import SizeError
 from server.tools.traces import TracedRequest, TraceError, read_trace
 
 _MOST_WINDOWS = 144  # of generated loads; after these they repeat

@@ -25,7 +25,7 @@ from server.tools.simulate.coming_step import Announcements, Coasting
 from server.tools.simulate.experts import ExpertBalance
 from server.tools.simulate.figures import RequestOutcome, SimulationFigures
 from server.tools.simulate.rank import RankLimits, SimulatedRank, answer_token, prompt_tokens, request_id_of
-from server.tools.size.step_times import StepTimes
+from server.tools.size.costs.step_times import StepTimes
 from server.tools.traces import PREFIX_TOKENS, TracedRequest
 
 LOOK_STEPS = 256  # between samples of the ranks' cache usage

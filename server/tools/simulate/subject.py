@@ -23,11 +23,11 @@ from server.tools.simulate.experts import ExpertModel
 from server.tools.simulate.flags import SimulateOptions
 from server.tools.simulate.measured import MeasuredTimes
 from server.tools.simulate.rank import RankLimits
-from server.tools.size.devices import device_named
-from server.tools.size.fit import engine_of, rank_memory
-from server.tools.size.read_model import read_model
-from server.tools.size.roofline import Roofline
-from server.tools.size.step_times import StepTimes
+from server.tools.size.costs.devices import device_named
+from server.tools.size.costs.fit import engine_of, rank_memory
+from server.tools.size.costs.read_model import read_model
+from server.tools.size.costs.roofline import Roofline
+from server.tools.size.costs.step_times import StepTimes
 
 DEFAULT_RANKS = 8  # of a service with a roofline
 EVERY_S = 1.0  # between samples of a running service

@@ -24,9 +24,9 @@ from moe.load.quantisation import (
 from scheduler.policy.config import ConfigError
 from server.machine.model_fields import field_of
 from server.serve.preflight.model import PreflightError, check_is_moe, read_config
-from server.tools.size.fit import SizeError
+from server.tools.size.costs.fit import SizeError
+from server.tools.size.costs.read_model import ReadModel, read_model
 from server.tools.size.flags import SIZE, SizeOptions
-from server.tools.size.read_model import ReadModel, read_model
 from server.tools.size.size import size
 
 _CONFIG = "config.json"

@@ -13,9 +13,9 @@ from kvcache.paged_cache import BLOCK_TOKENS
 from scheduler.policy.state_tables import STATES_OF_ONE
 from server.options.table import Options
 from server.serve.preflight.device import DEFAULT_LIMITS
-from server.tools.size.device_table import Device
-from server.tools.size.estimate import Estimate, Workload, balancedness, estimate
-from server.tools.size.fit import (
+from server.tools.size.costs.device_table import Device
+from server.tools.size.costs.estimate import Estimate, Workload, balancedness, estimate
+from server.tools.size.costs.fit import (
     RankMemory,
     SizeError,
     TierSize,
@@ -24,9 +24,9 @@ from server.tools.size.fit import (
     replica_tokens,
     tier_sizes,
 )
+from server.tools.size.costs.read_model import ReadModel
+from server.tools.size.costs.roofline import Roofline
 from server.tools.size.flags import SizeOptions
-from server.tools.size.read_model import ReadModel
-from server.tools.size.roofline import Roofline
 
 _MOST_RANKS = 512
 

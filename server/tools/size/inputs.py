@@ -9,7 +9,7 @@ from pathlib import Path
 from server.options.flag import OptionsError
 from server.options.reading import nearest
 from server.serve.preflight.model import PreflightError, resolve_config
-from server.tools.size.devices import NAMES
+from server.tools.size.costs.devices import NAMES
 
 
 def resolve_inputs(args: argparse.Namespace) -> argparse.Namespace:

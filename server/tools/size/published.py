@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
-from server.tools.size.device_table import DEVICES
-from server.tools.size.estimate import balancedness
-from server.tools.size.model_costs import ModelCosts
-from server.tools.size.read_model import read_config_values
-from server.tools.size.roofline import EngineTraits, Roofline
-from server.tools.size.step_times import RankRows
+from server.tools.size.costs.device_table import DEVICES
+from server.tools.size.costs.estimate import balancedness
+from server.tools.size.costs.model_costs import ModelCosts
+from server.tools.size.costs.read_model import read_config_values
+from server.tools.size.costs.roofline import EngineTraits, Roofline
+from server.tools.size.costs.step_times import RankRows
 
 _FP8 = {
     "quant_method": "fp8",

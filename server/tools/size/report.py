@@ -8,12 +8,12 @@ from typing import Any
 
 from expert_placement.config import EplbConfig
 from server.serve.preflight.kv_share import GPU_SHARE, KV_SHARE
+from server.tools.size.costs.device_table import Device
+from server.tools.size.costs.estimate import KEPT_BALANCE, LOAD_SPREAD, Estimate
+from server.tools.size.costs.roofline import shares_of
 from server.tools.size.deployment import Deployment, Replicas, Sized
-from server.tools.size.device_table import Device
-from server.tools.size.estimate import KEPT_BALANCE, LOAD_SPREAD, Estimate
 from server.tools.size.flags import SizeOptions
 from server.tools.size.published import Compared, median_error
-from server.tools.size.roofline import shares_of
 
 _GIB = 1 << 30
 

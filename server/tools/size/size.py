@@ -12,12 +12,12 @@ from server.options.flag import OptionsError
 from server.options.reading import options_from_keywords
 from server.serve.preflight.memory import float_bytes
 from server.serve.preflight.model import PreflightError
+from server.tools.size.costs.devices import UnknownDeviceError, device_named
+from server.tools.size.costs.fit import SizeError
+from server.tools.size.costs.read_model import read_model
 from server.tools.size.deployment import Sized, Sizing
-from server.tools.size.devices import UnknownDeviceError, device_named
-from server.tools.size.fit import SizeError
 from server.tools.size.flags import SizeOptions, served_keywords
 from server.tools.size.published import FIGURES, compare, costs_of
-from server.tools.size.read_model import read_model
 from server.tools.size.report import published_text, size_json, size_text
 
 _ERRORS = (

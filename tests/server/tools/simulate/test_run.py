@@ -15,7 +15,7 @@ from server.http.client import ServiceClient
 from server.options.table import ROUTER_NAMES
 from server.tools.simulate.flags import PLACEMENT_NAMES, SIMULATE, SimulateOptions
 from server.tools.simulate.subject import CalibrationError, Look, fit, from_service, look_of, redundant
-from server.tools.size.step_times import RankRows
+from server.tools.size.costs.step_times import RankRows
 from tests.support.models.family_sweep import tiny_config
 
 TRACE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(

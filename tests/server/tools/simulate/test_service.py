@@ -19,7 +19,7 @@ from server.tools.simulate.figures import SimulationReport, Slo, causes_of
 from server.tools.simulate.measured import MeasuredTimes
 from server.tools.simulate.rank import RankLimits
 from server.tools.simulate.service import PreemptedError, SimulatedService
-from server.tools.size.step_times import RankRows, StepCost
+from server.tools.size.costs.step_times import RankRows, StepCost
 from server.tools.traces import TracedRequest
 
 TIMES = MeasuredTimes(step_s=0.01, prefill_token_s=2e-5, decode_row_s=3e-4, attended_token_s=1e-6)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from server.tools.size.device_table import DEVICES
+from server.tools.size.costs.device_table import DEVICES
 from server.tools.size.published import FIGURES, MODELS, compare, costs_of, median_error
 from server.tools.size.report import published_text
 

@@ -10,10 +10,10 @@ import pytest
 from server.cli import main
 from server.serve.preflight.device import Gpu, GpuFacts
 from server.tools.gpu_rates import GpuRates
-from server.tools.size import devices
-from server.tools.size.device_table import DEVICES, sheet_of
+from server.tools.size.costs import devices
+from server.tools.size.costs.device_table import DEVICES, sheet_of
+from server.tools.size.costs.roofline import RateShares
 from server.tools.size.published import MODELS
-from server.tools.size.roofline import RateShares
 
 _DENSE = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 128}
 

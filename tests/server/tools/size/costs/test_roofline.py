@@ -1,14 +1,14 @@
-"""The step times of `server.tools.size.roofline`, on costs that are written in this file."""
+"""The step times of `server.tools.size.costs.roofline`, on costs that are written in this file."""
 
 import subprocess
 import sys
 
 import pytest
 
-from server.tools.size.device_table import DEVICES
-from server.tools.size.model_costs import LayerCosts, Layers, ModelCosts
-from server.tools.size.roofline import GPU_SHARES, WIDEEP, Roofline, _crossings
-from server.tools.size.step_times import RankRows
+from server.tools.size.costs.device_table import DEVICES
+from server.tools.size.costs.model_costs import LayerCosts, Layers, ModelCosts
+from server.tools.size.costs.roofline import GPU_SHARES, WIDEEP, Roofline, _crossings
+from server.tools.size.costs.step_times import RankRows
 from tests.support.service.real_service import REPOSITORY
 
 _LAYER = LayerCosts(
@@ -33,7 +33,7 @@ def _times(costs: ModelCosts | None = None, *, slots: int = 64, reducing: int = 
 
 def test_step_times_need_no_torch() -> None:
     """Simulators and the front use them."""
-    code = "import sys, server.tools.size.roofline, server.tools.size.estimate; assert 'torch' not in sys.modules"
+    code = "import sys, server.tools.size.costs.roofline, server.tools.size.costs.estimate; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=REPOSITORY)
 
 

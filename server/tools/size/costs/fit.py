@@ -12,9 +12,9 @@ from server.options.table import Options
 from server.serve.preflight.kv_share import GPU_SHARE, cpu_cache_bytes, gpu_attention_bytes, gpu_cache_bytes
 from server.serve.preflight.memory import AttentionHeads, rank_experts
 from server.serve.preflight.model import PreflightError
-from server.tools.size.device_table import Device
-from server.tools.size.read_model import ReadModel
-from server.tools.size.roofline import WIDEEP, WIDEEP_CPU, EngineTraits
+from server.tools.size.costs.device_table import Device
+from server.tools.size.costs.read_model import ReadModel
+from server.tools.size.costs.roofline import WIDEEP, WIDEEP_CPU, EngineTraits
 
 
 class SizeError(ValueError):

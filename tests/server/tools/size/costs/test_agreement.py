@@ -15,10 +15,10 @@ from server.cli import main
 from server.options.reading import options_from_keywords
 from server.options.table import Options
 from server.serve.preflight.memory import WeightBytes, float_bytes, rank_bytes
-from server.tools.size import read_model as read_model_module
-from server.tools.size.device_table import DEVICES
-from server.tools.size.fit import rank_memory
-from server.tools.size.read_model import ReadModel, read_model
+from server.tools.size.costs import read_model as read_model_module
+from server.tools.size.costs.device_table import DEVICES
+from server.tools.size.costs.fit import rank_memory
+from server.tools.size.costs.read_model import ReadModel, read_model
 from tests.support.engines.serving import build
 from tests.support.models.families import write_checkpoint
 from tests.support.models.quantise import write_quantised

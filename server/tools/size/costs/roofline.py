@@ -14,9 +14,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from server.tools.size.device_table import Device
-from server.tools.size.model_costs import LayerCosts, ModelCosts
-from server.tools.size.step_times import RankRows, StepCost
+from server.tools.size.costs.device_table import Device
+from server.tools.size.costs.model_costs import LayerCosts, ModelCosts
+from server.tools.size.costs.step_times import RankRows, StepCost
 
 Sends = Literal["choice", "rank", "node"]
 

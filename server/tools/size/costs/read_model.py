@@ -29,7 +29,7 @@ from scheduler.policy.config import model_length
 from server.machine.model_fields import experts_per_token, field_of, most
 from server.serve.preflight.memory import DEQUANTISED, WeightBytes, value_dims, weight_bytes
 from server.serve.preflight.model import PreflightError, check_is_moe, check_quantisation, read_config
-from server.tools.size.model_costs import LayerCosts, Layers, ModelCosts
+from server.tools.size.costs.model_costs import LayerCosts, Layers, ModelCosts
 
 _CODE_BITS = {"fp8": 8, "mxfp8": 8, "int8": 8, "mxfp4": 4, "nvfp4": 4, "int4": 4}
 _SCALE_BYTES = {"fp8": 4, "mxfp8": 1, "int8": 2, "mxfp4": 1, "nvfp4": 1, "int4": 2}  # in the files

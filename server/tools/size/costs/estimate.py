@@ -13,7 +13,7 @@ import numpy as np
 from expert_placement.nodes import Cluster, Rules
 from expert_placement.placement import imbalance, linear_placement
 from expert_placement.plan import plan
-from server.tools.size.step_times import RankRows, StepCost, StepTimes
+from server.tools.size.costs.step_times import RankRows, StepCost, StepTimes
 
 # Sigma of expert loads, log-normal: at EP32 with 8 experts per rank, the fullest rank then has 2.6 times the mean, which is
 # TensorRT-LLM's measurement for DeepSeek-R1 before balancing (blog 4: (max - mean) / mean = 1.564).

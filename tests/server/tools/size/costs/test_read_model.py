@@ -11,8 +11,8 @@ from moe.families import UnsupportedModelError
 from moe.model import Skeleton
 from scheduler.step.sizing import attention_bytes
 from server.serve.preflight.memory import value_dims
+from server.tools.size.costs.read_model import ReadModel, read_model
 from server.tools.size.published import MODELS
-from server.tools.size.read_model import ReadModel, read_model
 
 NVFP4 = {"quant_algo": "NVFP4", "group_size": 16}
 _PLAIN = ("kv_a_proj_with_mqa", "kv_b_proj", "q_a_proj", "q_b_proj")

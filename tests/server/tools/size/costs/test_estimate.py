@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from server.tools.size.estimate import Estimate, Workload, balancedness, estimate
-from server.tools.size.step_times import RankRows, StepCost
+from server.tools.size.costs.estimate import Estimate, Workload, balancedness, estimate
+from server.tools.size.costs.step_times import RankRows, StepCost
 
 
 class FlatTimes:

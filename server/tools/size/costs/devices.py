@@ -9,7 +9,7 @@ import numpy as np
 from server.serve.preflight.device import Gpu, look
 from server.serve.preflight.memory import available_bytes, usable_cores
 from server.tools.gpu_rates import GpuRates, measure_gpu
-from server.tools.size.device_table import DEVICES, Device, sheet_of
+from server.tools.size.costs.device_table import DEVICES, Device, sheet_of
 
 _MEASURED_BYTES = 256 << 20  # much larger than any cache
 _MEASURED_ROWS = 1024  # of a square matrix product
