@@ -8,12 +8,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from expert_placement.eplb import rebalance_experts
+    from expert_placement.tools.eplb import rebalance_experts
 
 __all__ = ["rebalance_experts"]
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        return getattr(importlib.import_module("expert_placement.eplb"), name)
+        return getattr(importlib.import_module("expert_placement.tools.eplb"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

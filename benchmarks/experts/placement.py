@@ -34,7 +34,7 @@ from expert_placement.files import read_loads
 from expert_placement.nodes import Cluster, Rules, group_homes
 from expert_placement.placement import Placement, imbalance
 from expert_placement.plan import fill_layers, plan, refresh, repair
-from expert_placement.simulate import away_share
+from expert_placement.tools.simulate import away_share
 from tests.support.placement import peers
 from tests.support.placement.bounds import least_by_shares, least_imbalance
 

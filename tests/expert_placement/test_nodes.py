@@ -15,7 +15,7 @@ from expert_placement.nodes import (
 )
 from expert_placement.placement import linear_placement
 from expert_placement.plan import plan, repair
-from expert_placement.simulate import away_share
+from expert_placement.tools.simulate import away_share
 
 TWO = ("a", "a", "b", "b")
 LOAD = np.random.default_rng(1).lognormal(0, 0.8, (3, 16)) * 100

@@ -133,12 +133,7 @@ ORDER = (
     ("kvcache.blocks", "kvcache.paged_cache"),
     ("kvcache.codes", "kvcache.prefix", "kvcache.step"),
     ("kvcache.states",),
-    (
-        "expert_placement.control",
-        "expert_placement.eplb",
-        "expert_placement.history",
-        "expert_placement.simulate",
-    ),
+    ("expert_placement.control", "expert_placement.history", "expert_placement.tools"),
     ("expert_placement.files", "expert_placement.forecast", "expert_placement.plan"),
     (
         "expert_placement.choose",

@@ -22,7 +22,7 @@ from expert_placement.files import (
 from expert_placement.nodes import Cluster, Rules, group_homes, present_homes
 from expert_placement.placement import imbalance
 from expert_placement.plan import Plan, plan, repair
-from expert_placement.simulate import PlacementFigures, PolicyResult, SimulationSetting, simulate
+from expert_placement.tools.simulate import PlacementFigures, PolicyResult, SimulationSetting, simulate
 
 
 def run_experts(args: argparse.Namespace) -> int:

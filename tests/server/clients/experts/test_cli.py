@@ -10,7 +10,7 @@ from expert_placement.files import load_placement
 from expert_placement.nodes import Cluster, Rules
 from expert_placement.placement import Placement, imbalance
 from expert_placement.plan import plan
-from expert_placement.simulate import POLICIES as BUILT
+from expert_placement.tools.simulate import POLICIES as BUILT
 from server.cli import main
 from server.clients.experts.cli import POLICIES
 
