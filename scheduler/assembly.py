@@ -33,12 +33,7 @@ from scheduler.moves.relocation import Relocation
 from scheduler.moves.reports import ExpertMap
 from scheduler.moves.start_placement import start_placement
 from scheduler.moves.telemetry import Telemetry, expert_map
-from scheduler.policy.config import (
-    ConfigError,
-    EngineConfig,
-    model_length,
-    why_no_compiler,
-)
+from scheduler.policy.config import ConfigError, EngineConfig, model_length, why_no_compiler
 from scheduler.policy.scheduler import Scheduler
 from scheduler.policy.state_tables import STATES_OF_ONE
 from scheduler.sampling.sampler import Sampler
@@ -135,40 +130,24 @@ def assemble(
     sys.setswitchinterval(SWITCH_S)
     check_compiler(config)
     torch.set_num_threads(1)  # torch's own operations are too small to share; kernels have their own threads
-    backend = backend_of(config)
-    skeleton = Skeleton(
-        config.directory, backend, has_mtp=config.has_mtp, kv_cache_dtype=config.kv_cache_dtype
-    )
-    length = model_length(skeleton.model.config.get_text_config(decoder=True), config.max_model_len)
-    memory = memory or device_memory(backend.device)
-    measurement = None if memory is None or is_joining else Measurement(memory)
-    # On a GPU this only refuses what cannot fit, before any weight is read.
-    size = size_of_cache(config, skeleton, length, config.memory_bytes or config.kv_cache_bytes)
-    made = MadeDrafts()
-    drafter = _make_drafter(config, skeleton, length, made)
-    scheduler = _make_scheduler(config, skeleton, length, size, drafter)
-    step = _make_step(config, length, backend)
-    meet = _stay_alone if is_joining else _meet
-    placement, dispatcher, mailbox_group, group = meet(config, skeleton)
-    with told_shortage(memory, "the weights"):
-        model = _load_model(config, skeleton, dispatcher, placement, step, report)
+    prepared = _prepare(config, memory, is_joining=is_joining)
+    backend, skeleton = prepared.backend, prepared.skeleton
+    length, drafter = prepared.length, prepared.drafter
+    start = _stay_alone(config, skeleton) if is_joining else _meet(config, skeleton)
+    placement, dispatcher, mailbox_group, _ = start
+    with told_shortage(prepared.memory, "the weights"):
+        model = _load_model(config, prepared, start, report)
         sampler = open_sampler(config, model)
-    found = CacheShare(config.kv_cache_bytes, size, "")
-    if memory is not None and measurement is not None:
-        replays = can_replay(config, dispatcher)
-        measured = measure(
-            config, model, sampler, memory, measurement, replays=replays, report=partial(report, KERNELS)
-        )
-        found = share_out(config, skeleton, length, measured, group)
-    elif config.memory_bytes is not None:
-        found = found._replace(size=size_of_cache(config, skeleton, length, config.kv_cache_bytes))
-    if found.size != size:
-        scheduler = _make_scheduler(config, skeleton, length, size := found.size, drafter)
-    with told_shortage(memory, "the KV cache and the graphs of steps"):
-        cache = backend.make_cache(skeleton.cache_shapes, *size, step)
+    found = _share_cache(config, prepared, start, model, sampler, report)
+    size, scheduler = found.size, prepared.scheduler
+    if size != prepared.size:
+        scheduler = _make_scheduler(config, skeleton, length, size, drafter)
+    with told_shortage(prepared.memory, "the KV cache and the graphs of steps"):
+        cache = backend.make_cache(skeleton.cache_shapes, *size, prepared.step)
         if not (is_joining and backend.warms_up_together):  # otherwise its first steps warm it up
-            backend.warm_up(model, cache, partial(report, KERNELS) if measurement is None else _ignore)
-        runner = _make_runner(config, model, cache, dispatcher, report, sampler, drafter, made)
+            progress = partial(report, KERNELS) if prepared.measurement is None else _ignore
+            backend.warm_up(model, cache, progress)
+        runner = _make_runner(config, prepared, dispatcher, model, cache, sampler, report)
     channel = NoPeers() if is_joining else _channel(config)
     relocation = _make_relocation(config, placement, model, channel, backend)
     lockstep = None if is_joining else open_lockstep(config, mailbox_group, placement.version)
@@ -210,6 +189,37 @@ def assemble(
         engine, scheduler, runner, model, length, *size, chosen, dispatch, telemetry,
         _map_experts(skeleton, placement), relocation, structures, config.num_drafts, found.kv_cache_bytes, found.memory,
     )  # fmt: skip
+
+
+class _Prepared(NamedTuple):
+    """The parts that are made and checked before any weight is read and any rank is met."""
+
+    backend: Backend
+    skeleton: Skeleton
+    length: int  # most tokens of a sequence
+    memory: DeviceMemory | None
+    measurement: Measurement | None  # begun before anything was allocated
+    size: CacheSize  # on a GPU an upper bound, until the largest step was measured
+    made: MadeDrafts
+    drafter: Drafter | None
+    scheduler: Scheduler  # for `size`
+    step: Step
+
+
+def _prepare(config: EngineConfig, memory: DeviceMemory | None, *, is_joining: bool) -> _Prepared:
+    backend = backend_of(config)
+    skeleton = Skeleton(
+        config.directory, backend, has_mtp=config.has_mtp, kv_cache_dtype=config.kv_cache_dtype
+    )
+    length = model_length(skeleton.model.config.get_text_config(decoder=True), config.max_model_len)
+    memory = memory or device_memory(backend.device)
+    measurement = None if memory is None or is_joining else Measurement(memory)
+    size = size_of_cache(config, skeleton, length, config.memory_bytes or config.kv_cache_bytes)
+    made = MadeDrafts()
+    drafter = _make_drafter(config, skeleton, length, made)
+    scheduler = _make_scheduler(config, skeleton, length, size, drafter)
+    step = _make_step(config, length, backend)
+    return _Prepared(backend, skeleton, length, memory, measurement, size, made, drafter, scheduler, step)
 
 
 def _overlaps(config: EngineConfig, drafter: Drafter | None, size: CacheSize) -> bool:
@@ -323,6 +333,23 @@ def _stay_alone(config: EngineConfig, skeleton: Skeleton) -> _Start:
     return _Start(_placement(config, skeleton, hosts), UnconnectedDispatcher(config.world_size), None, None)
 
 
+def _share_cache(
+    config: EngineConfig, prepared: _Prepared, start: _Start, model: Model, sampler: Sampler, report: Report
+) -> CacheShare:
+    """Return the size of the cache. On a GPU the largest step runs first, and the cache gets what it leaves."""
+    if prepared.memory is not None and prepared.measurement is not None:
+        memory, measurement = prepared.memory, prepared.measurement
+        replays = can_replay(config, start.dispatcher)
+        measured = measure(
+            config, model, sampler, memory, measurement, replays=replays, report=partial(report, KERNELS)
+        )
+        return share_out(config, prepared.skeleton, prepared.length, measured, start.group)
+    size = prepared.size
+    if config.memory_bytes is not None:
+        size = size_of_cache(config, prepared.skeleton, prepared.length, config.kv_cache_bytes)
+    return CacheShare(config.kv_cache_bytes, size, "")
+
+
 def _placement(config: EngineConfig, skeleton: Skeleton, hosts: Sequence[str]) -> Placement:
     return start_placement(
         len(skeleton.experts),
@@ -334,42 +361,34 @@ def _placement(config: EngineConfig, skeleton: Skeleton, hosts: Sequence[str]) -
     )
 
 
-def _load_model(
-    config: EngineConfig,
-    skeleton: Skeleton,
-    dispatcher: TokenDispatcher,
-    placement: Placement,
-    step: Step,
-    report: Report,
-) -> Model:
+def _load_model(config: EngineConfig, prepared: _Prepared, start: _Start, report: Report) -> Model:
     return Model(
-        skeleton,
-        dispatcher=dispatcher,
-        placement=placement,
+        prepared.skeleton,
+        dispatcher=start.dispatcher,
+        placement=start.placement,
         rank=config.rank,
-        step=step,
+        step=prepared.step,
         dtype=config.dtype,
         quantization=config.quantization,
-        num_spare=_num_spare(config, placement),
-        checkpoint=open_checkpoint(config, skeleton),
+        num_spare=_num_spare(config, start.placement),
+        checkpoint=open_checkpoint(config, prepared.skeleton),
         report=report,
     )
 
 
 def _make_runner(
     config: EngineConfig,
+    prepared: _Prepared,
+    dispatcher: TokenDispatcher,
     model: Model,
     cache: PagedCache,
-    dispatcher: TokenDispatcher,
-    report: Report,
     sampler: Sampler,
-    drafter: Drafter | None,
-    made: MadeDrafts,
+    report: Report,
 ) -> Runner:
     forward = open_forward(model, cache, replays=can_replay(config, dispatcher), report=report)
     passes = None
-    if drafter is not None and config.has_mtp:
-        passes = DraftPasses(model, cache, sampler, drafter, made)
+    if prepared.drafter is not None and config.has_mtp:
+        passes = DraftPasses(model, cache, sampler, prepared.drafter, prepared.made)
     return Runner(model, cache, dispatcher, forward, sampler, passes)
 
 
