@@ -69,43 +69,18 @@ def asks_for(
     stops = _stops(body)
     of_request = {name: value for name in _OF_REQUESTS if (value := getattr(body, name)) is not None}
     seed = draw_seed(model.draw_seed) if body.seed is None else body.seed
-    asked = [count for count in (own.num_prompt_logprobs, body.prompt_logprobs) if count is not None]
-    _check_count(body.prompt_logprobs, "prompt_logprobs", model)
-    _check_count(own.num_logprobs, own.logprobs_field, model)
-    shared = _sampling(
-        body,
-        model,
-        num_logprobs=None if own.num_logprobs is None else count_of(own.num_logprobs, model),
-        num_prompt_logprobs=max((count_of(count, model) for count in asked), default=None),
-        structure=structure,
-    )
-    cut = [
-        truncated(body, each, max_len - (1 if max_tokens is None else max_tokens), max_len=max_len)
-        for each in prompts
-    ]
-    if asked:
-        num_shown = sum(map(len, cut)) * (1 if own.shows_prompt_once else n)
-        most = max(asked, key=lambda count: count_of(count, model))
-        _check_entries(body, "prompt_logprobs", most, num_shown, model)
-    rooms = [_room(len(each), max_len, max_tokens, own) for each in cut]
-    if max_tokens is None:
-        most_tokens = own.default_max_tokens or model.sampling_defaults.get("max_new_tokens")
-        rooms = [min(room, most_tokens or room) for room in rooms]
-    if own.num_logprobs is not None and (own.num_logprobs == ALL or own.num_logprobs > MAX_LOGPROBS):
-        _check_entries(body, own.logprobs_field, own.num_logprobs, sum(rooms) * n, model)
+    shared = _sampling(body, own, model, structure)
+    kept_tokens = max_len - (1 if max_tokens is None else max_tokens)
+    cut = [tuple(truncated(body, each, kept_tokens, max_len=max_len)) for each in prompts]
+    rooms = _rooms(body, own, model, [len(each) for each in cut], max_tokens)
     later = shared if body.stream else replace(shared, num_prompt_logprobs=None)
     asks: list[Ask] = []
     for prompt_ids, room in zip(cut, rooms, strict=True):
-        if (body.min_tokens or 0) > room:
-            raise bad_request(
-                f"min_tokens ({body.min_tokens}) is more than {own.max_tokens_field} ({room}).", "min_tokens"
-            )
-        shared_ids = tuple(prompt_ids)
         for choice in range(n):
             params = later if choice else shared
             request = Request(
                 request_id=f"{request_id}-{len(asks)}",
-                prompt_ids=shared_ids,
+                prompt_ids=prompt_ids,
                 params=replace(params, max_tokens=room, seed=(seed + choice) % 2**64),
                 arrival_s=0.0,
                 **of_request,
@@ -166,8 +141,33 @@ def _check_entries(
         )
 
 
+def _rooms(
+    body: ChatRequest | CompletionRequest,
+    own: OwnFields,
+    model: ServedModel,
+    lengths: Sequence[int],
+    max_tokens: int | None,
+) -> list[int]:
+    """Return the maximum number of tokens to generate for each prompt, by the prompts' lengths. Check what depends on it."""
+    n = body.n or 1
+    if asked := _prompt_logprobs(body, own):
+        num_shown = sum(lengths) * (1 if own.shows_prompt_once else n)
+        most = max(asked, key=lambda count: count_of(count, model))
+        _check_entries(body, "prompt_logprobs", most, num_shown, model)
+    rooms = [_room(length, model.max_len(), max_tokens, own) for length in lengths]
+    if max_tokens is None:
+        most_tokens = own.default_max_tokens or model.sampling_defaults.get("max_new_tokens")
+        rooms = [min(room, most_tokens or room) for room in rooms]
+    if own.num_logprobs is not None and (own.num_logprobs == ALL or own.num_logprobs > MAX_LOGPROBS):
+        _check_entries(body, own.logprobs_field, own.num_logprobs, sum(rooms) * n, model)
+    if small := [room for room in rooms if room < (body.min_tokens or 0)]:
+        raise bad_request(
+            f"min_tokens ({body.min_tokens}) is more than {own.max_tokens_field} ({small[0]}).", "min_tokens"
+        )
+    return rooms
+
+
 def _room(num_prompt_tokens: int, max_len: int, max_tokens: int | None, own: OwnFields) -> int:
-    """Return the maximum number of tokens to generate."""
     room, least = max_len - num_prompt_tokens, 0 if max_tokens == 0 else 1
     if room < least or (max_tokens is not None and max_tokens > room):
         to_change = own.prompt_field if room < least else own.max_tokens_field
@@ -175,15 +175,19 @@ def _room(num_prompt_tokens: int, max_len: int, max_tokens: int | None, own: Own
     return room if max_tokens is None else max(1, max_tokens)
 
 
+def _prompt_logprobs(body: SamplingFields, own: OwnFields) -> list[int]:
+    """Return the requested numbers of log-probabilities per prompt token. The largest is sent."""
+    return [count for count in (own.num_prompt_logprobs, body.prompt_logprobs) if count is not None]
+
+
 def _sampling(
-    body: SamplingFields,
-    model: ServedModel,
-    *,
-    num_logprobs: int | None,
-    num_prompt_logprobs: int | None,
-    structure: Structure | None,
+    body: SamplingFields, own: OwnFields, model: ServedModel, structure: Structure | None
 ) -> SamplingParams:
     """Return the parameters that all choices share. `asks_for` adds max_tokens and seed."""
+    _check_count(body.prompt_logprobs, "prompt_logprobs", model)
+    _check_count(own.num_logprobs, own.logprobs_field, model)
+    num_logprobs = None if own.num_logprobs is None else count_of(own.num_logprobs, model)
+    asked = _prompt_logprobs(body, own)
     sent = {name: value for name in _OF_PARAMS if (value := getattr(body, name)) is not None}
     given = {name: value for name, value in model.sampling_defaults.items() if name in _OF_PARAMS} | sent
     if body.logprob_token_ids == []:
@@ -209,7 +213,7 @@ def _sampling(
         "num_logprobs": num_logprobs,
         "structure": structure,
         "logprob_token_ids": check_ids("logprob_token_ids", body.logprob_token_ids or (), vocab_size),
-        "num_prompt_logprobs": num_prompt_logprobs,
+        "num_prompt_logprobs": max((count_of(count, model) for count in asked), default=None),
         "allowed_token_ids": check_ids("allowed_token_ids", body.allowed_token_ids or (), vocab_size),
         "bad_words": bad_words_of(body.bad_words, tokenizer),
         "logit_bias": logit_bias_of(body.logit_bias, vocab_size),
