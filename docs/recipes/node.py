@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Start this node of a WideEP service, or join it to one that runs: the line that the recipes for several nodes share.
+"""Start this node of a WideEP service, or join it to a running one. All recipes for several nodes run this script.
 
     node.py start MODEL [FLAGS of `wideep worker`]
     node.py health
 
-`start` becomes a torchrun. The first start of a service is a rendezvous of all nodes, in any order. A node that starts again
-while the service runs must join it instead (docs/nodes.md): in the rendezvous it would make the other nodes start anew. So
-every node but node 0 first asks whether the service answers. Whatever starts it again (Docker, Kubernetes, systemd, you) needs
-only the one line. `health` has status 0 while the service answers /health with 200. See docs/deploy.md for the variables.
+`start` becomes a torchrun. The first start of a service is a rendezvous of all nodes, in any order. A node that restarts while
+the service runs must join it instead (docs/nodes.md), because a rendezvous would restart the other nodes. So every node except
+node 0 first checks whether the service answers. Docker, Kubernetes, systemd and you can therefore use one command for starts and
+restarts. `health` exits with status 0 if /health answers with 200. docs/deploy.md lists the variables.
 """
 
 import http.client
@@ -25,13 +25,13 @@ from typing import NoReturn
 
 ASKS = 3  # a front that was killed is back within seconds
 PAUSE_S = 1.0
-WAIT_S = 900.0  # for node 0; torchrun, too, waits so long for the other nodes
+WAIT_S = 900.0  # for node 0; torchrun waits as long for the other nodes
 SAY_EVERY_S = 10.0
-KILL_MARGIN_S = 10  # torchrun kills what is left so long after the time that open requests have
+KILL_MARGIN_S = 10  # from the timeout of open requests until torchrun kills the workers
 
 
 def main(words: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
-    """Run the command; what is started takes this process' place, so that signals reach it."""
+    """Run the command. It replaces this process, so that signals reach it."""
     if words == ["health"]:
         sys.exit(0 if answers(f"{service_url(environment)}/health") else 1)
     if len(words) < 2 or words[0] != "start":
@@ -42,7 +42,7 @@ def main(words: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
 
 
 def torchrun(words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """Wait until node 0 is there, and return the command of this node."""
+    """Wait until node 0 listens, and return this node's command."""
     nodes, rank = number(environment, "NODES"), number(environment, "NODE_RANK")
     if rank >= nodes:
         raise SystemExit(f"wideep-node: NODE_RANK is {rank}; of {nodes} nodes it is 0 to {nodes - 1}")
@@ -54,21 +54,21 @@ def torchrun(words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
     start = ["torchrun", "--nproc-per-node", str(number(environment, "RANKS_PER_NODE", 1))]
     start += ["--shutdown-timeout", str(drain_s + KILL_MARGIN_S), "--rdzv-backend", "wideep"]
     if rank > 0 and joins(environment, endpoint):
-        # A torchrun of one node talks to itself: under its host's name, which need not resolve, it would wait for minutes.
+        # A torchrun of one node connects to itself. If its host's name does not resolve, it would wait for minutes.
         start += ["--nnodes", "1", "--rdzv-endpoint", "localhost:0", "--local-addr", "localhost"]
         return [*start, *worker, "--join", endpoint]
-    say(f"node {rank} of {nodes}; the service begins when all {nodes} have come to {endpoint}")
+    say(f"node {rank} of {nodes}; the service starts when all {nodes} nodes have reached {endpoint}")
     start += ["--nnodes", str(nodes), "--rdzv-endpoint", endpoint, "--rdzv-conf", f"is_host={int(rank == 0)}"]
     return [*start, "--local-addr", environment.get("LOCAL_ADDRESS") or own_address(head, rank), *worker]
 
 
 def joins(environment: Mapping[str, str], endpoint: str) -> bool:
-    """Wait for node 0; return whether the service runs already."""
+    """Wait for node 0. Returns whether the service already runs."""
     host, _, port = endpoint.rpartition(":")
     until_s, said_s = time.monotonic() + WAIT_S, -SAY_EVERY_S
     while (why := why_closed(host, int(port))) is not None:
         if time.monotonic() >= until_s:
-            raise SystemExit(f"wideep-node: node 0 did not come to {endpoint} within {WAIT_S:g} s: {why}")
+            raise SystemExit(f"wideep-node: node 0 did not listen at {endpoint} within {WAIT_S:g} s: {why}")
         if time.monotonic() >= said_s + SAY_EVERY_S:
             say(f"node 0 is missing: nothing answers at {endpoint} ({why}); waiting for it")
             said_s = time.monotonic()
@@ -83,7 +83,7 @@ def joins(environment: Mapping[str, str], endpoint: str) -> bool:
 
 
 def why_closed(host: str, port: int) -> str | None:
-    """Say why no connection can be made; None if it can."""
+    """Return why no connection can be made, or None if it can."""
     try:
         socket.create_connection((host, port), timeout=2 * PAUSE_S).close()
     except OSError as error:
@@ -92,7 +92,7 @@ def why_closed(host: str, port: int) -> str | None:
 
 
 def answers(url: str) -> bool:
-    """Return whether an address answers with 200; whose certificate it has does not matter here."""
+    """Return whether a URL answers with 200. The server's certificate is not checked."""
     try:
         with urllib.request.urlopen(url, timeout=4, context=ssl._create_unverified_context()):
             return True
@@ -101,13 +101,13 @@ def answers(url: str) -> bool:
 
 
 def service_url(environment: Mapping[str, str]) -> str:
-    """Where the service speaks HTTP; SERVICE_URL says it where that is HTTPS."""
+    """Return the service's URL. A service with HTTPS needs SERVICE_URL."""
     host, port = environment.get("HEAD") or "127.0.0.1", environment.get("HTTP_PORT", "8000")
     return environment.get("SERVICE_URL") or f"http://{host}:{port}"
 
 
 def own_address(head: str, rank: int) -> str:
-    """Under what the others reach this node: node 0 under its name, the others under the address from which they reach it."""
+    """Return the address at which other nodes reach this one: node 0's name, or the address of this node's route to node 0."""
     if rank == 0:
         return head
     family, _, _, _, address = socket.getaddrinfo(head, 9, type=socket.SOCK_DGRAM)[0]
@@ -117,7 +117,7 @@ def own_address(head: str, rank: int) -> str:
 
 
 def cluster_key(environment: Mapping[str, str]) -> list[str]:
-    """Return the flag for the cluster key. A mounted secret is root's or a group's: this user gets a copy of its own."""
+    """Return the flag for the cluster key. A mounted secret belongs to root or a group, so this user gets a private copy."""
     secret = environment.get("CLUSTER_KEY_SECRET")
     if not secret:
         return []
@@ -139,7 +139,7 @@ def needed(environment: Mapping[str, str], name: str) -> str:
     """Read a variable that has no default."""
     value = environment.get(name)
     if not value:
-        raise SystemExit(f"wideep-node: {name} is not set; docs/deploy.md says what it is")
+        raise SystemExit(f"wideep-node: {name} is not set; see docs/deploy.md")
     return value
 
 
@@ -152,7 +152,7 @@ def number(environment: Mapping[str, str], name: str, default: int | None = None
 
 
 def say(text: str) -> None:
-    """Tell the log."""
+    """Write a line to the log."""
     print(f"wideep-node: {text}", file=sys.stderr, flush=True)
 
 

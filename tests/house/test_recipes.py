@@ -141,7 +141,7 @@ def test_a_node_waits_for_node_0_and_says_that_it_is_missing(
         ({"NODE_RANK": "2"}, "NODE_RANK is 2; of 2 nodes it is 0 to 1"),
         ({"NODES": ""}, "NODES is ''; it must be a number"),
         ({"RANKS_PER_NODE": "eight"}, "RANKS_PER_NODE is 'eight'; it must be a number"),
-        ({"HEAD": ""}, "HEAD is not set; docs/deploy.md says what it is"),
+        ({"HEAD": ""}, "HEAD is not set; see docs/deploy.md"),
     ],
 )
 def test_a_variable_that_is_missing_or_wrong_is_named(
