@@ -140,7 +140,7 @@ def propose(kind: str, situation: Situation, config: EplbConfig) -> Proposal:
     current, forecast = situation.current, situation.forecast
     loads, budget = forecast.loads(current), int(config.max_moved * current.slot_expert.size)
     planned = [align(_planned(kind, load, situation, config, budget), current) for load in loads]
-    if kind == "plan":  # the serving placement may break the rules, so it is no candidate
+    if kind == "plan":  # the serving placement may break the rules, so it is not a candidate
         target = cheapest(planned, forecast.layer_seconds)
     else:
         target = cheapest_within([current, *planned], forecast.layer_seconds, current, budget)

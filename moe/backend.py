@@ -173,7 +173,7 @@ class Backend:
         token_bytes: Bytes of cache per token of one layer.
         finish: Complete a loaded model, given its step and the shapes that its layers cache: move the rest to the
             device and adopt faster forms of modules; local.
-        enter_thread: Prepare the calling thread to compute on this device beside the steps. What it computes afterwards
+        enter_thread: Prepare the calling thread to compute on this device next to the steps. What it computes afterwards
             comes after all steps launched before the call. It may be called again.
         warm_up: Compile the model's kernels before the first step. Takes the model, the cache, and a function that is
             called with the number of finished parts and their total.

@@ -62,8 +62,8 @@ def body_of(model: PreTrainedModel) -> nn.Module:
         body: nn.Module = getattr(model, model.base_model_prefix)
         return body
     head = model.get_output_embeddings()  # Llama 4 has another name for the module next to it
-    beside = next(list(module.children()) for module in model.modules() if head in list(module.children()))
-    found: nn.Module = next(part for part in beside if part is not head)
+    siblings = next(list(module.children()) for module in model.modules() if head in list(module.children()))
+    found: nn.Module = next(part for part in siblings if part is not head)
     return found
 
 

@@ -284,7 +284,7 @@ ROWS_AT_ONCE = TILES_AT_ONCE * TILE_TOKENS
 
 
 def room_floats(heads: int, latent: int, rotary_dim: int) -> tuple[int, int]:
-    """Return the float32 values of `LatentRooms` per row. Zero the room for queries first if H is no multiple of 16."""
+    """Return the float32 values of `LatentRooms` per row. Zero the room for queries first if H is not a multiple of 16."""
     groups = -(-heads // LANES)
     return groups * (latent + rotary_dim) * LANES, groups * LANES * -(-latent // LANES) * LANES
 

@@ -38,7 +38,7 @@ def fold(top, total, sums, part_top, part_total, part_sums, factor):
 
 @triton.jit
 def end_split(is_end, whole_top, whole_total, whole_sums, top, total, sums, factor):
-    """Where a split (or run) ends, add its sums to those of the whole and begin the next one with nothing."""
+    """At the end of a split (or run), add its sums to those of the whole. The next one begins with empty sums."""
     new_top, new_total, new_sums = fold(whole_top, whole_total, whole_sums, top, total, sums, factor)
     return (
         tl.where(is_end, new_top, whole_top), tl.where(is_end, new_total, whole_total),

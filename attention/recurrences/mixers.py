@@ -248,7 +248,7 @@ def exchange(net: nn.Module, recurrences: Recurrences) -> int:
 
 
 def lightning_modules(net: nn.Module) -> list[Any]:
-    """Return the modules of lightning attention. A model with any of them checks its cache's class, unless told to use none."""
+    """Return the modules of lightning attention. A model with any of them checks its cache's class, unless it runs without a cache."""
     return [module for module in net.modules() if all(hasattr(module, name) for name in LIGHTNING_PARTS)]
 
 

@@ -4,7 +4,8 @@ One call per MoE layer and step: map logical experts to physical slots, dispatch
 slots, combine. Gate functions are the modules' own (`_apply_gate`); a fused kernel computes silu(gate) * up
 (`moe.adopt.gates`). A module gets its layer when the model is built; there is no global lookup.
 
-Legend: T tokens, N received rows, D (H in dispatch) hidden dim, K choices per token, P pairs (row, choice) on this rank, I intermediate dim.
+Legend: T tokens, N received rows, D (H in dispatch) hidden dim, K choices per token, P pairs (row, choice) on this rank,
+I intermediate dim.
 """
 
 from collections.abc import Callable

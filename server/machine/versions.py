@@ -1,7 +1,7 @@
 """Check the version of `transformers` before torch is imported. `attention.transformers_names` handles the differences.
 
 A version below the range fails at the start. A version above the tested ones runs with a note: most releases rename nothing that
-WideEP uses, and a new model often needs a new release. A missing name leads to an error that says so. Rejected: an upper bound at
+WideEP uses, and a new model often needs a new release. If a name is missing, the error names it. Rejected: an upper bound at
 the newest tested version, which would make `pip install` keep an old transformers for every user of a new model.
 """
 

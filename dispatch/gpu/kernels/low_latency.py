@@ -3,8 +3,9 @@
 """Low-latency dispatch and combine as Triton kernels over a table of the ranks' memory.
 
 A call is a chain of launches: send, wait, order, deliver; then answer, wait, sum. Sending begins and posts the call itself
-(BEGINS), except through NVSHMEM and with very many answers: then begin and post are launches too (`flags` has them, and wait). Every rank has the same layout of symmetric memory (`symmetric`). `peers` holds each rank's base
-address, or 0 for a peer that NVSHMEM reaches by puts (`HAS_REMOTE`; compiled, never run).
+(BEGINS). Through NVSHMEM, and with very many answers, begin and post are launches too. `flags` has them, and wait. Every rank
+has the same layout of symmetric memory (`symmetric`). `peers` holds each rank's base address, or 0 for a peer that NVSHMEM
+reaches by puts (`HAS_REMOTE`; compiled, never run).
 
 A message holds, for every token of its sender, the token's choices as the receiver's experts (-1: on another rank), and
 the row itself if there is one. A token has one place at every peer, source * M + token. So ranks do not count before

@@ -104,7 +104,7 @@ class PackedSlots:
         return self._bias_SN is not None
 
     def product_row(self, x: int, offsets: int, out: int, *, is_gated: bool = False) -> list[int]:
-        """Return a program row that multiplies sorted rows with their slots' weights; see `moe.cpu.kernels.products.grouped_row`."""
+        """Return a program row that multiplies sorted rows with their slots' weights. See `kernels.products.grouped_row`."""
         return grouped_row(
             x, self.format, self.address_S.ctypes.data, self.scale_address_S.ctypes.data, offsets, self.num_slots, out,
             is_gated=is_gated,

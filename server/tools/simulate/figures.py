@@ -40,7 +40,7 @@ class RequestOutcome(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Slo:
-    """The limits for a good request, in milliseconds; None is no limit."""
+    """The limits for a good request, in milliseconds. None sets no limit."""
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None

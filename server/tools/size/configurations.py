@@ -143,8 +143,8 @@ def _configurations(folder: Path) -> Iterator[tuple[str, dict[str, Path]]]:
         if begin.endswith("_hf_quant_"):
             continue
         name = begin.rstrip("_").replace("--", "/") or path.parent.relative_to(folder).as_posix()
-        beside = path.with_name(f"{begin}{MODELOPT_FILE}")
-        yield name, {_CONFIG: path, **({MODELOPT_FILE: beside} if beside.is_file() else {})}
+        modelopt = path.with_name(f"{begin}{MODELOPT_FILE}")
+        yield name, {_CONFIG: path, **({MODELOPT_FILE: modelopt} if modelopt.is_file() else {})}
 
 
 def _read(directory: Path, *, on_gpu: bool) -> ReadModel | str:

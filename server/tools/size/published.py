@@ -154,17 +154,17 @@ class Compared(NamedTuple):
 
     figure: Figure
     balance: float
-    foretold: float  # predicted tokens per second and device
+    predicted: float  # tokens per second and device
 
     @property
     def error(self) -> float:
         """Return the relative error: predicted over published, minus one."""
-        return self.foretold / self.figure.published - 1
+        return self.predicted / self.figure.published - 1
 
     def to_json(self) -> dict[str, Any]:
         """Return the comparison as JSON values."""
         figure = {**self.figure._asdict(), "engine": self.figure.engine._asdict()}
-        return {**figure, "balancedness": self.balance, "foretold": self.foretold, "error": self.error}
+        return {**figure, "balancedness": self.balance, "foretold": self.predicted, "error": self.error}
 
 
 @cache

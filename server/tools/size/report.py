@@ -56,7 +56,7 @@ def published_text(compared: list[Compared]) -> str:
         mark = " *" if figure.is_asked else ""
         lines.append(
             f"{figure.what:33}{figure.device:>6} {figure.num_ranks:5} {each.balance:5.2f} {figure.published:10,.0f} "
-            f"{each.foretold:9,.0f} {each.error:+6.0%} [{number}]{mark}"
+            f"{each.predicted:9,.0f} {each.error:+6.0%} [{number}]{mark}"
         )
         if figure.note:
             notes.append(f"{figure.what}: {figure.note}")

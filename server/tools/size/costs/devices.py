@@ -1,4 +1,4 @@
-"""The device that `wideep size` is asked about: one of the table, or this machine's, measured. Does not import torch."""
+"""The device of an estimate: one of the table, or this machine's, measured. Does not import torch."""
 
 import os
 import time

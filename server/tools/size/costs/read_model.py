@@ -108,9 +108,9 @@ def read_model(
         )
     with tempfile.TemporaryDirectory(prefix="wideep_size_") as folder:
         shutil.copy(path, Path(folder) / "config.json")
-        beside = path.with_name(MODELOPT_FILE)
-        if beside.is_file():
-            shutil.copy(beside, folder)
+        modelopt = path.with_name(MODELOPT_FILE)
+        if modelopt.is_file():
+            shutil.copy(modelopt, folder)
         try:
             check_quantisation(read_config(Path(folder)), path.parent, asked=quantization)
             return _read(
