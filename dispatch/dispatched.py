@@ -94,16 +94,13 @@ class TokenDispatcher(Protocol):
     @property
     def waits(self) -> Waits:
         """Time spent in exchanges so far."""
-        ...
 
     @property
     def exchanges(self) -> Exchanges:
         """Exchanges so far; (0, 0) if the host does not count them. May be read from any thread."""
-        ...
 
     def sent_to_ranks(self) -> tuple[list[int], list[int]]:
         """Return the bytes sent to each rank so far, by dispatches and by combines."""
-        ...
 
     def dispatch(self, x_TH: Tensor, slots_TK: Tensor, mode: Mode = NORMAL) -> Dispatched: ...
 
@@ -117,14 +114,12 @@ class TokenDispatcher(Protocol):
         Returns:
             Call it before results are used. On a GPU it waits for these calls, not for later ones.
         """
-        ...
 
     def interrupt(self, error: DispatchError) -> None:
         """Make this rank's current or next wait raise `error`. Local; may be called from any thread.
 
         Waits of gloo end when the peer's connections close. All others end within 0.1 s.
         """
-        ...
 
     def close(self) -> None: ...
 

@@ -36,30 +36,24 @@ class RowFormat(Protocol):
 
     def code(self, dtype: torch.dtype) -> int:
         """Return a number for this format and the tokens' type. It travels in messages: all ranks must have the same."""
-        ...
 
     def row_bytes(self, hidden: int, dtype: torch.dtype) -> int:
         """Return the bytes of one row on the wire."""
-        ...
 
     def encode(self, x_TH: Tensor, room: int) -> int:
         """Return the address of the rows in this format. They are contiguous and live until the next call.
 
         `room`: number of rows that a later call may have, T or more.
         """
-        ...
 
     def room(self, hidden: int, dtype: torch.dtype) -> tuple[int, int]:
         """Return the address for received rows of this form, and the room in rows (-1: reserved for another form)."""
-        ...
 
     def reserve(self, num_rows: int, hidden: int, dtype: torch.dtype) -> None:
         """Make room for received rows."""
-        ...
 
     def decode(self, num_rows: int, hidden: int, dtype: torch.dtype) -> Tensor:
         """Return the first rows of the room in the tokens' type: [num_rows, H], contiguous."""
-        ...
 
 
 class PlainRows:

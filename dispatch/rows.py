@@ -62,7 +62,6 @@ class RowMover(Protocol):
         Raises:
             PeerRefused, RanksDisagree, PeerLost, DispatchTimeout: As `send`, which may raise them instead.
         """
-        ...
 
     def send(self, planes: Sequence[Tensor], sent: Counts, note: Sequence[int] = ()) -> Moved:
         """Send every plane's rows, ordered by destination.
@@ -71,11 +70,9 @@ class RowMover(Protocol):
             sent: Result of `meet`.
             note: Integers for every rank; the same number of them on all ranks.
         """
-        ...
 
     def give_back(self, answers: Tensor, owed: list[int], expected: list[int]) -> Tensor:
         """Send answers, ordered by destination. Return the received ones, ordered by source."""
-        ...
 
     def refuse(
         self,
@@ -85,19 +82,15 @@ class RowMover(Protocol):
         expected: Sequence[int] = (),
     ) -> None:
         """Refuse in place of `meet` and `send`, or in place of `give_back` if `like` (an answer) is given."""
-        ...
 
     def interrupt(self, error: DispatchError) -> None:
         """Make waits for peers raise this error. Local; may be called from any thread."""
-        ...
 
     def begin_check(self) -> Check:
         """Begin to look for errors that peers reported about answers, as `TokenDispatcher.begin_check`."""
-        ...
 
     def close(self) -> None:
         """Release all resources. Local."""
-        ...
 
 
 class HostRows:

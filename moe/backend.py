@@ -32,33 +32,26 @@ class Slots(Protocol):
     @property
     def in_dim(self) -> int:
         """Input features of a row."""
-        ...
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of one expert's part, without padding."""
-        ...
 
     @property
     def num_bytes(self) -> int:
         """Bytes reserved for all slots."""
-        ...
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the first slot's tensors by name: "" is the weight, "scales" and "bias" its scales and bias; views."""
-        ...
 
     def at(self, slot: int) -> "Slots":
         """Return one slot alone; it shares the slot's memory."""
-        ...
 
     def spare(self) -> "Slots":
         """Reserve memory for one more expert, outside all slots."""
-        ...
 
     def exchange(self, slot: int, new: Any) -> "Slots":
         """Let a slot serve `new`, of the same kind, without copying its weight. Return what it served before."""
-        ...
 
     def rearrange(self, parts: Sequence[Any]) -> None:
         """Replace all slots with single slots of the same kind, in this order. On a CPU the number may change.
@@ -66,11 +59,9 @@ class Slots(Protocol):
         Raises:
             NoSpareSlotError: The device cannot change the number of slots.
         """
-        ...
 
     def release(self) -> None:
         """Free the first slot's memory. Nothing may serve it afterwards."""
-        ...
 
 
 class ExpertReader(Protocol):
@@ -83,11 +74,9 @@ class ExpertReader(Protocol):
             name: Name of the experts module. leaf: Name of its parameter.
             local_S: Expert of each slot, -1 if empty.
         """
-        ...
 
     def read(self, name: str, leaf: str, expert: int, into: Any) -> None:
         """Read one weight of one expert into the first slot of memory that is not in use."""
-        ...
 
 
 class ExpertLayer(Protocol):
@@ -104,11 +93,9 @@ class ExpertLayer(Protocol):
 
     def run(self, module: Any, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Compute one layer; collective. Padding rows (past the step's tokens) return finite values."""
-        ...
 
     def try_out(self, module: Any, up: Any, down: Any, x_TD: Tensor) -> Tensor:
         """Run rows through an expert that need not be in use, while steps may run: [T, D], new."""
-        ...
 
 
 def serve_experts(module: Any, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
@@ -126,27 +113,22 @@ class LoadedModel(Protocol):
     @property
     def net(self) -> PreTrainedModel:
         """Return the modules."""
-        ...
 
     @property
     def step(self) -> Step:
         """Step that forwards run."""
-        ...
 
     def forward(self, token_T: Tensor, cache: PagedCache, logits_R: Tensor) -> Tensor:
         """Run the step; see `moe.model.Model.forward`."""
-        ...
 
     @property
     def num_mtp_layers(self) -> int:
         """Number of layers that draft."""
-        ...
 
     def draft(
         self, depth: int, token_T: Tensor, cache: PagedCache, rows_R: Tensor, hidden_T: Tensor
     ) -> Tensor:
         """Run one of these layers; see `moe.model.Model.draft`."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

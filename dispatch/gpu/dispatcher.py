@@ -66,7 +66,6 @@ class PairExchange(Protocol):
 
     def sent_to_ranks(self) -> tuple[list[int], list[int]]:
         """Return the bytes sent to each rank so far, by dispatches and by combines. May wait for the device."""
-        ...
 
     def dispatch(
         self, x_TH: Tensor, slots_TK: Tensor, capacity: int, meanwhile: Launches = nothing
@@ -78,7 +77,6 @@ class PairExchange(Protocol):
             capacity: Most tokens of any rank; 0 for no limit.
             meanwhile: Launches other work of this rank, which runs while rows travel. Called once.
         """
-        ...
 
     def combine(
         self, y_PH: Tensor, weights_TK: Tensor, out_TH: Tensor, added_TH: Tensor | None = None
@@ -89,23 +87,18 @@ class PairExchange(Protocol):
             y_PH: [num_pairs, H], contiguous. weights_TK: bfloat16, float16 or float32, contiguous. out_TH: contiguous.
             added_TH: Added to the rounded sums, with one more rounding; contiguous, in the type of y_PH.
         """
-        ...
 
     def refuse(self, problem: str, *, is_combine: bool = False) -> None:
         """Refuse one call because its arguments are bad; the caller raises the error."""
-        ...
 
     def interrupt(self, error: DispatchError) -> None:
         """Make current and later waits for peers raise this error. Local; may be called from any thread."""
-        ...
 
     def begin_check(self) -> Check:
         """Begin to check the calls so far, as `TokenDispatcher.begin_check`."""
-        ...
 
     def close(self) -> None:
         """Release all resources. Local."""
-        ...
 
 
 class DeviceDispatcher:

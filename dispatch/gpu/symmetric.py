@@ -149,7 +149,6 @@ class SymmetricMemory(Protocol):
 
     def close(self) -> None:
         """Release the memory. Its addresses are invalid afterwards."""
-        ...
 
 
 OpenMemory = Callable[[int], SymmetricMemory]

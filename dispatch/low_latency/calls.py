@@ -306,47 +306,36 @@ class LowLatencyExchange(Protocol):
 
     def settle(self) -> None:
         """Finish the call in transit, if there is one. Call it before other use of the wire. Collective."""
-        ...
 
     def refuse(self, text: str) -> None:
         """Refuse one call because its arguments are bad. Collective; the caller raises the error."""
-        ...
 
     def held_of(self, source_token_LN: Tensor) -> HeldDispatch | None:
         """Return the dispatch with these source tokens. Local."""
-        ...
 
     def find_bad_choice(self, topk_TK: Tensor, num_experts: int) -> int:
         """Return the flat index of the first choice outside [-1, num_experts), or -1. Local.
 
         Also returns -1 if the check would wait for a device. Such a choice then counts as no choice.
         """
-        ...
 
     def find_other_choice(self, topk_TK: Tensor, held: HeldDispatch) -> int:
         """Return the flat index of the first choice that is neither -1 nor the dispatched one, or -1. Local."""
-        ...
 
     def post_dispatch(self, call: BlockDispatch) -> tuple[HeldDispatch, Posted]:
         """Send this rank's rows. Return the results, and the call that fills them."""
-        ...
 
     def post_combine(self, call: BlockCombine) -> tuple[Tensor, Posted]:
         """Send this rank's answers. Return the sums, and the call that fills them."""
-        ...
 
     def barrier(self) -> None:
         """Wait for every rank that is not masked. If lost ranks are masked, mask those that do not call this."""
-        ...
 
     def set_mask(self, rank: int, is_masked: bool) -> None:
         """Mask or unmask a rank. Local, except that it settles the call in transit."""
-        ...
 
     def write_mask(self, status_R: Tensor) -> None:
         """Write the mask to int32 [R]: 1 for masked ranks, 0 for others. Local."""
-        ...
 
     def close(self) -> None:
         """Release the resources that it opened. Local; may be called twice."""
-        ...

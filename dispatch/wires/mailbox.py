@@ -36,7 +36,6 @@ class Mailbox(Protocol):
         Raises:
             PeerLost: A peer is known to be gone; the mailbox can no longer be used.
         """
-        ...
 
     def collect(self, timeout_s: float) -> list[list[int]]:
         """Wait for the posted round and return its values by rank.
@@ -44,15 +43,12 @@ class Mailbox(Protocol):
         Raises:
             PeerLost, DispatchTimeout: A peer did not post; the mailbox can no longer be used.
         """
-        ...
 
     def interrupt(self, error: DispatchError) -> None:
         """Make this rank's current or next wait raise `error`. Local; may be called from any thread."""
-        ...
 
     def close(self) -> None:
         """Release all resources. May be called twice."""
-        ...
 
 
 class LocalMailbox:

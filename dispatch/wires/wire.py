@@ -74,11 +74,9 @@ class Wire(Protocol):
 
         The windows that the last exchange received become invalid.
         """
-        ...
 
     def send_window(self, rank: int) -> Tensor:
         """Return the open window for `rank` as uint8 [send_bytes]; empty for this rank itself. Local."""
-        ...
 
     def exchange(self, send_bytes: RankTable, recv_bytes: RankTable | None) -> None:
         """Send every window, wait for every peer's message, set `recv_addresses`. Collective.
@@ -94,25 +92,21 @@ class Wire(Protocol):
             PeerLost, DispatchTimeout: A peer did not send; this wire can no longer be used.
             RanksDisagree: A peer sent another number of bytes, or is at another exchange.
         """
-        ...
 
     def begin_exchange(self, send_bytes: RankTable, recv_bytes: RankTable | None) -> None:
         """Start to send every window, without waiting for a peer. Local.
 
         Until `finish_exchange`, windows and tables must not change and no other windows may be opened.
         """
-        ...
 
     def finish_exchange(self) -> None:
         """Wait for the exchange that `begin_exchange` started. Collective. Raises as `exchange`."""
-        ...
 
     def received(self, rank: int) -> Tensor:
         """Return the message from `rank` as uint8; empty for this rank itself and for a masked one. Local.
 
         It is at the address in `recv_addresses` and lives until the next `open_windows`.
         """
-        ...
 
     def refuse(self, text: str) -> None:
         """Refuse a call because this rank's arguments are bad, in place of `open_windows` and one `exchange`. Collective.
@@ -126,21 +120,18 @@ class Wire(Protocol):
         Raises:
             PeerLost, DispatchTimeout, RanksDisagree: As `exchange`.
         """
-        ...
 
     def interrupt(self, error: DispatchError) -> None:
         """Make this rank's current or next wait raise `error`; the wire cannot be used afterwards. Local; any thread.
 
         Shared memory stops waiting within 0.1 s. gloo stops when a peer's connection closes, and then raises this error.
         """
-        ...
 
     def close(self) -> None:
         """Release all resources and wake waiting peers. Local; may be called twice.
 
         A returned tensor keeps its memory alive, but must not be read any more.
         """
-        ...
 
 
 class HostWire(Wire):

@@ -43,21 +43,17 @@ class Form(Protocol):
     @property
     def products(self) -> Products:
         """Products of the module's input."""
-        ...
 
     @property
     def angle_dim(self) -> int:
         """Number of dims that may be rotated."""
-        ...
 
     @property
     def page_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shapes of a block of keys and a block of values."""
-        ...
 
     def prepared(self, x: Tensor, angles: Angles, pages: Any, layer: int) -> tuple[Tensor, Tensor]:
         """Write the rows' keys and values. Return queries [1, H, T, D], and a tensor with V columns."""
-        ...
 
 
 class HeadsForm(NamedTuple):

@@ -51,7 +51,6 @@ class DraftRunner(Protocol):
 
     def draft(self, token_T: Tensor, origin: Origin, pages: Any, logits_R: Tensor) -> Drafted | None:
         """Draft as `Drafting.draft` does. Return None if the modules must run this time."""
-        ...
 
 
 class MtpHead(nn.Module):

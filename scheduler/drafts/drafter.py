@@ -23,11 +23,9 @@ class Source(Protocol):
 
     def propose(self, sequence: Sequence, most: int) -> Series[int]:
         """Draft at most `most` tokens that may follow a sequence's newest one."""
-        ...
 
     def forget(self, sequence: Sequence) -> None:
         """Forget a sequence that has ended."""
-        ...
 
 
 class TextSource:

@@ -40,7 +40,6 @@ class IsOver(Protocol):
 
     def __call__(self, wait_s: float = 0.0) -> bool:
         """Wait up to `wait_s` seconds for it to be obsolete."""
-        ...
 
 
 class OnFault(Protocol):

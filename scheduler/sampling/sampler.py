@@ -46,7 +46,6 @@ class Drawing(Protocol):
 
     def read(self) -> Sampled:
         """Wait for everything launched before, even without a row to sample, and return the tokens. Call it once."""
-        ...
 
 
 class Sampler(Protocol):
@@ -54,7 +53,6 @@ class Sampler(Protocol):
 
     def begin(self, logits_RV: Tensor, contexts: Rows[TokenContext]) -> Drawing:
         """Launch the choice of a token per row, as `sample`. On a GPU this does not wait for the device."""
-        ...
 
     def sample(self, logits_RV: Tensor, contexts: Rows[TokenContext]) -> Sampled:
         """Choose a token per row.
@@ -63,11 +61,9 @@ class Sampler(Protocol):
             logits_RV: [R, V] float32, on the model's device; may be changed in place.
             contexts: R contexts, with everything known before this token.
         """
-        ...
 
     def score(self, logits_CV: Tensor, next_ids: Rows[int], num_top: int) -> list[Logprobs]:
         """Score the token that follows each row, as `scheduler.sampling.sampler.prompt_logprobs`."""
-        ...
 
 
 class _Chosen:

@@ -50,19 +50,15 @@ class DeviceMemory(Protocol):
 
     def free(self) -> int:
         """Return what no process uses."""
-        ...
 
     def reserved(self) -> int:
         """Return what this process's tensors and torch's free blocks take."""
-        ...
 
     def most_reserved(self) -> int:
         """Return the largest value of `reserved` since `restart`."""
-        ...
 
     def restart(self) -> None:
         """Wait for the device, free unused blocks, and begin to look for the largest value."""
-        ...
 
 
 class CudaMemory:

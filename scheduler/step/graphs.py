@@ -43,7 +43,6 @@ class ModelForward(Protocol):
         out: Tensor | None = None,
     ) -> Tensor:
         """Return logits [R, V], in `out` if given."""
-        ...
 
 
 class GraphError(RuntimeError):
@@ -63,12 +62,10 @@ class Recorder(Protocol):
 
     def capture(self, run: Run) -> Run:
         """Return a function that replays `run`. Its result is the same memory every time."""
-        ...
 
     def finish(self) -> int:
         """Free the memory of warm-ups. Return the bytes that this process's tensors took since the recorder was made: other
         processes on the device and the driver's own memory do not count."""
-        ...
 
 
 class CudaRecorder:

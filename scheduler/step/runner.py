@@ -32,7 +32,6 @@ class Forward(Protocol):
         self, token_T: Tensor, cache: PagedCache, logits_R: Tensor, *, keeps_hidden: bool = False
     ) -> Tensor:
         """Return logits [R, V]."""
-        ...
 
 
 SETTLE_S = 5.0  # interrupted waits end within milliseconds

@@ -82,7 +82,6 @@ class MatcherSource(Protocol):
 
     def matcher_for(self, request: Request) -> StructureMatcher:
         """Return a matcher for the request's structure. Raises: StructureError."""
-        ...
 
 
 OnReady = Callable[[Structured | RequestOutput], None]

@@ -42,11 +42,9 @@ class TextParser(Protocol):
 
     def push(self, text: str) -> list[Delta]:
         """Add text and return the deltas that are certain now."""
-        ...
 
     def finish(self) -> list[Delta]:
         """Return the remaining deltas, at the end of the text."""
-        ...
 
 
 class PlainParser:

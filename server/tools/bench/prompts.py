@@ -32,16 +32,13 @@ class PromptTokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """Return a text's tokens, without special tokens at the beginning."""
-        ...
 
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of tokens."""
-        ...
 
     @property
     def num_chat_tokens(self) -> int:
         """Return the number of tokens that the chat template adds to a message."""
-        ...
 
 
 class RequestLengths(NamedTuple):

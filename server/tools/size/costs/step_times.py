@@ -40,4 +40,3 @@ class StepTimes(Protocol):
                 the fields of `RankRows`, without None.
             balancedness: Mean over max of the ranks' expert rows; 1.0 is even.
         """
-        ...
