@@ -295,11 +295,7 @@ def open_hierarchical(
         ValueError: The node size is bad, or the settings differ between ranks; on every rank.
         WireUnavailable: A stage's wire cannot work here, or a peer did not join.
     """
-    settings = {
-        "node_size": node_size,
-        "slots_per_rank": slots_per_rank,
-        "rows": rows,
-    }
+    settings = {"node_size": node_size, "slots_per_rank": slots_per_rank, "rows": rows}
     _check_agreement(group, settings)
     world_size = 1 if group is None else dist.get_world_size(group)
     if node_size < 1 or world_size % node_size:
@@ -317,13 +313,7 @@ def open_hierarchical(
         for own in made:
             dist.destroy_process_group(own)
 
-    return HierarchicalDispatcher(
-        rail,
-        inner,
-        slots_per_rank=slots_per_rank,
-        rows=rows,
-        release=release,
-    )
+    return HierarchicalDispatcher(rail, inner, slots_per_rank=slots_per_rank, rows=rows, release=release)
 
 
 def _check_agreement(group: dist.ProcessGroup | None, settings: dict[str, object]) -> None:

@@ -75,11 +75,7 @@ class RowMover(Protocol):
         """Send answers, ordered by destination. Return the received ones, ordered by source."""
 
     def refuse(
-        self,
-        text: str,
-        like: Tensor | None = None,
-        owed: Sequence[int] = (),
-        expected: Sequence[int] = (),
+        self, text: str, like: Tensor | None = None, owed: Sequence[int] = (), expected: Sequence[int] = ()
     ) -> None:
         """Refuse in place of `meet` and `send`, or in place of `give_back` if `like` (an answer) is given."""
 
@@ -125,11 +121,7 @@ class HostRows:
         return split_planes(received, [answers])[0]
 
     def refuse(
-        self,
-        text: str,
-        like: Tensor | None = None,
-        owed: Sequence[int] = (),
-        expected: Sequence[int] = (),
+        self, text: str, like: Tensor | None = None, owed: Sequence[int] = (), expected: Sequence[int] = ()
     ) -> None:
         self._wire.refuse(text)
 

@@ -160,10 +160,7 @@ class _Int4:
         low, groups = 0x0F0F0F0F, []
         for pair in range(BLOCK // _GROUP // 2):
             both = _next(builder, codes, pair)
-            groups += [
-                builder.and_(both, _same(low)),
-                builder.and_(builder.lshr(both, _same(4)), _same(low)),
-            ]
+            groups += [builder.and_(both, _same(low)), builder.and_(builder.lshr(both, _same(4)), _same(low))]
         return groups
 
 
@@ -263,9 +260,7 @@ def quantise_block(_typing: Any, x: Any, out: Any) -> Any:
                 is_seen,
                 builder.fptosi(
                     vector_call(
-                        builder,
-                        "rint",
-                        builder.fmul(builder.select(is_seen, half, constant(0.0)), inverse),
+                        builder, "rint", builder.fmul(builder.select(is_seen, half, constant(0.0)), inverse)
                     ),
                     I32V,
                 ),

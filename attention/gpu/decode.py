@@ -34,14 +34,7 @@ from attention.gpu.splits import (
 from attention.gpu.tiles import device_names, shape_key, tile_of
 from kvcache.gpu.write import Scales
 
-__all__ = [
-    "DecodeScratch",
-    "DecodeTile",
-    "attend_splits",
-    "decode_tile",
-    "padded_sequences",
-    "paged_decode",
-]
+__all__ = ["DecodeScratch", "DecodeTile", "attend_splits", "decode_tile", "padded_sequences", "paged_decode"]
 
 _LOG2_E = math.log2(math.e)
 LEAST_ROWS = 16  # rows of a product on tensor cores

@@ -176,11 +176,7 @@ class DeviceCalls(OneTravels):
         return self._is_posted
 
     def _post(
-        self,
-        doing: str,
-        shape: LowLatencyShape,
-        deliver: Callable[[], None],
-        waited_R: Tensor | None = None,
+        self, doing: str, shape: LowLatencyShape, deliver: Callable[[], None], waited_R: Tensor | None = None
     ) -> Posted:
         """Publish this call's contents unless their launch did. The returned call waits for the peers' and delivers them."""
         kind = kind_of(doing, shape)

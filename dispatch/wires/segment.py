@@ -103,11 +103,7 @@ class SharedSegment:
         signals.post(*self.place, numbers.address)
 
     def wait(
-        self,
-        numbers: RankTable,
-        doing: str,
-        timeout_s: float | None = None,
-        mask: RankTable | None = None,
+        self, numbers: RankTable, doing: str, timeout_s: float | None = None, mask: RankTable | None = None
     ) -> None:
         """Wait for the messages of `numbers`.
 

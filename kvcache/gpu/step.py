@@ -207,10 +207,7 @@ class DeviceStep(Step):
         """Pad later steps with prompts to one of these sizes if they fit, and others to a multiple of ROWS."""
         assert not (sizes and self._is_wide), "steps with prompts of several ranks have no common size"
         self.prompt_shapes = prompt_shapes(
-            sizes,
-            max_rows=self.max_rows,
-            max_sequences=self.sizes[-1],
-            block_tokens=self.block_tokens,
+            sizes, max_rows=self.max_rows, max_sequences=self.sizes[-1], block_tokens=self.block_tokens
         )
 
     @property

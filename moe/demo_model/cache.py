@@ -142,11 +142,7 @@ def make_once(target: Path, build: Build, report: Report) -> Path:
         out = partial / "model"
         out.mkdir(parents=True)
         build(
-            downloads=root / "downloads",
-            scratch=partial / "scratch",
-            out=out,
-            lock_fd=lock_fd,
-            report=report,
+            downloads=root / "downloads", scratch=partial / "scratch", out=out, lock_fd=lock_fd, report=report
         )
         _write_manifest(out)
         shutil.rmtree(target, ignore_errors=True)  # if damaged

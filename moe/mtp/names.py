@@ -25,12 +25,7 @@ _WITHIN = {
     "final_layernorm": "norm",
 }
 # Names of these parts if they are next to the layers.
-_BESIDE = {
-    "pre_fc_norm_embedding": "enorm",
-    "pre_fc_norm_hidden": "hnorm",
-    "fc": "eh_proj",
-    "norm": "norm",
-}
+_BESIDE = {"pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "fc": "eh_proj", "norm": "norm"}
 _OF_BLOCK = {"pre_mlp_layernorm": "post_attention_layernorm"}  # names that only MTP layers use
 _SHARED = ("embed_tokens", "shared_head.head")  # copies of the model's own
 _STARTS = re.compile(r"^((?:.*\.)?layers\.)(\d+)\.eh_proj\.")

@@ -12,14 +12,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from attention.recurrences.mixers import (
-    ChannelScan,
-    Convolution,
-    DeltaRule,
-    HeadScan,
-    MixerCall,
-    Recurrences,
-)
+from attention.recurrences.mixers import ChannelScan, Convolution, DeltaRule, HeadScan, MixerCall, Recurrences
 from attention.sparse.pools import ChosenMask, Pooling
 from moe.families import UnsupportedModelError
 from moe.rehearsal.notes import Notes, Sight

@@ -71,12 +71,7 @@ def part() -> None:
 
 
 def _await_all(
-    store: Store,
-    epoch: int,
-    members: Sequence[int],
-    rank: int,
-    is_over: IsOver,
-    clock: Callable[[], float],
+    store: Store, epoch: int, members: Sequence[int], rank: int, is_over: IsOver, clock: Callable[[], float]
 ) -> None:
     store.set(f"here/{rank}", "1")
     missing = list(members)

@@ -13,15 +13,7 @@ from torch import Tensor
 
 from expert_placement.moves import Transfer
 from moe.backend import ExpertLayer
-from moe.expert_weights import (
-    Digest,
-    ExpertWeights,
-    flat_bytes,
-    manifest,
-    read_slot,
-    sample,
-    try_out,
-)
+from moe.expert_weights import Digest, ExpertWeights, flat_bytes, manifest, read_slot, sample, try_out
 from scheduler.moves.channel import Pace, PeerChannel
 from scheduler.moves.reports import Cause
 
@@ -150,8 +142,7 @@ def _check_answer(
     ours = try_out(place.layer, place.module, weights, x_TD)
     if not torch.equal(ours.view(torch.int32), y_TD.view(torch.int32)):  # as bits, so that NaN equals itself
         raise MoveError(
-            Cause.ANSWER,
-            f"{_named(transfer)} has other outputs for {len(x_TD)} rows than in its source slot",
+            Cause.ANSWER, f"{_named(transfer)} has other outputs for {len(x_TD)} rows than in its source slot"
         )
 
 

@@ -97,10 +97,7 @@ def open_forward(model: Model, cache: PagedCache, *, replays: bool, report: Repo
     step: Any = model.step  # the backend's `DeviceStep`
     graphs = gpu.StepGraphs(model.forward, step, cache)
     graphs.capture(
-        step.graph_sizes,
-        gpu.CudaRecorder(),
-        partial(report, "graphs"),
-        prompt_sizes=step.replayable_prompts,
+        step.graph_sizes, gpu.CudaRecorder(), partial(report, "graphs"), prompt_sizes=step.replayable_prompts
     )
     if graphs.why_no_prompts is not None:
         log.warning(

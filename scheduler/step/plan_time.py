@@ -22,10 +22,7 @@ class PlanTime:
     """The time to wait before each plan. For the thread that runs steps."""
 
     def __init__(
-        self,
-        *,
-        clock: Callable[[], float] = time.perf_counter,
-        sleep: Callable[[float], None] = time.sleep,
+        self, *, clock: Callable[[], float] = time.perf_counter, sleep: Callable[[float], None] = time.sleep
     ) -> None:
         self._clock, self._sleep = clock, sleep
         self._steps: deque[tuple[int, float]] = deque(maxlen=_NUM_STEPS)  # decodes, seconds

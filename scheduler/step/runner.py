@@ -321,7 +321,5 @@ def _drawn(unknown: list[tuple[int, Sequence]], before: Underway | None) -> Draw
     assert before is not None and before.drawing is not None, "a token is unknown, and no step samples it"
     places = before.places()
     return Drawn(
-        before.drawing.token_R,
-        [row for row, _ in unknown],
-        [places[sequence] for _, sequence in unknown],
+        before.drawing.token_R, [row for row, _ in unknown], [places[sequence] for _, sequence in unknown]
     )

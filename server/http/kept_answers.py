@@ -64,8 +64,7 @@ class KeptAnswers:
         self._bytes, self._keys = Shares(max_bytes), Shares(max_keys)
         found = ((path.name, _read_entry(path)) for path in directory.iterdir())
         for name, entry in sorted(
-            ((name, entry) for name, entry in found if entry is not None),
-            key=lambda each: each[1].accepted_s,
+            ((name, entry) for name, entry in found if entry is not None), key=lambda each: each[1].accepted_s
         ):
             entry.accepted_s = min(entry.accepted_s, self._clock())  # the calendar may have been set back
             self._remember(name, entry)

@@ -153,11 +153,7 @@ def check_gloo(taken: Taken, interfaces: Sequence[Interface], *, has_other_nodes
 
 
 def check_nccl(
-    environment: Mapping[str, str],
-    interfaces: Sequence[Interface],
-    *,
-    has_gpus: bool,
-    has_other_nodes: bool,
+    environment: Mapping[str, str], interfaces: Sequence[Interface], *, has_gpus: bool, has_other_nodes: bool
 ) -> Check:
     """Check the interface that NCCL uses."""
     if not has_gpus:

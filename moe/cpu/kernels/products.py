@@ -13,13 +13,7 @@ from torch import Tensor
 
 from attention.cpu.integer_tiles import BLOCK, QUANTISED_BLOCK_BYTES, quantise_block
 from attention.cpu.panel_pairs import times_two_panels
-from attention.cpu.tiles import (
-    LANES,
-    TILES_VERSION,
-    address_of,
-    silu_times,
-    times_panel,
-)
+from attention.cpu.tiles import LANES, TILES_VERSION, address_of, silu_times, times_panel
 from dispatch.compiled.native import copy, floats, words
 from dispatch.compiled.team import Kernel, Team, program_of, run
 from moe.cpu.kernels.panels import Format

@@ -184,10 +184,7 @@ class DeviceExperts:
         one_of = {kind: likes[at] for at, kind in self._kinds.items()}
         self._stores = {
             kind: SlotStore(
-                count * slots_per_layer + num_spare,
-                one_of[kind].parts,
-                form=one_of[kind].form,
-                device=device,
+                count * slots_per_layer + num_spare, one_of[kind].parts, form=one_of[kind].form, device=device
             )
             for kind, count in Counter(self._kinds.values()).items()
         }

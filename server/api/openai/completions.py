@@ -163,12 +163,7 @@ class _ChoiceJson:
     """Build the JSON of one choice: the echo, then its pieces."""
 
     def __init__(
-        self,
-        answer: Answer,
-        generation: Generation,
-        body: CompletionRequest,
-        echo: str,
-        model: ServedModel,
+        self, answer: Answer, generation: Generation, body: CompletionRequest, echo: str, model: ServedModel
     ) -> None:
         self._answer, self._generation = answer, generation
         self._body = body

@@ -149,10 +149,7 @@ def collect(torch: Any, triton_version: str, driver: str) -> GpuFacts:
         return facts
     devices = [_device(torch.cuda, index) for index in range(torch.cuda.device_count())]
     return replace(
-        facts,
-        devices=tuple(devices),
-        nccl=_nccl_version(torch),
-        apart=_apart(torch.cuda, len(devices)),
+        facts, devices=tuple(devices), nccl=_nccl_version(torch), apart=_apart(torch.cuda, len(devices))
     )
 
 

@@ -18,12 +18,7 @@ from server.tools.size.costs.read_model import read_config_values
 from server.tools.size.costs.roofline import EngineTraits, Roofline
 from server.tools.size.costs.step_times import RankRows
 
-_FP8 = {
-    "quant_method": "fp8",
-    "fmt": "e4m3",
-    "weight_block_size": [128, 128],
-    "activation_scheme": "dynamic",
-}
+_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 _NVFP4 = {
     "quant_method": "modelopt",
     "quant_algo": "NVFP4",

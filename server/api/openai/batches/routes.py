@@ -175,8 +175,7 @@ def batch_routes(batches: BatchStore, files: FileStore, runs: BatchRuns) -> APIR
 
     @router.get("/v1/batches", response_model=None)
     async def list_batches(
-        after: str | None = None,
-        limit: Annotated[int, Query(ge=1, le=_MAX_LISTED_BATCHES)] = 20,
+        after: str | None = None, limit: Annotated[int, Query(ge=1, le=_MAX_LISTED_BATCHES)] = 20
     ) -> Response:
         """List batches, newest first."""
         return json_response(

@@ -55,14 +55,7 @@ class RateShares(NamedTuple):
 GPU_SHARES = RateShares()
 # Measured rates are achieved rates; numpy's are close to our kernels'. A layer is a call into compiled code.
 MEASURED_SHARES = RateShares(
-    memory=1.0,
-    products=1.0,
-    attention=0.5,
-    link=1.0,
-    network=1.0,
-    padding_rows=4.0,
-    layer_s=20e-6,
-    whole=1.0,
+    memory=1.0, products=1.0, attention=0.5, link=1.0, network=1.0, padding_rows=4.0, layer_s=20e-6, whole=1.0
 )
 # Of a GPU's measured copy and product: an H200 copies at 4.21 of its 4.8 TB/s and multiplies at 800 of its 989 TFLOPS.
 MEASURED_GPU_SHARES = GPU_SHARES._replace(
@@ -213,8 +206,7 @@ class Roofline:
         )
         read = decode * layer.cached_numbers + rows.decode_attended_R * layer.index_numbers
         context = np.maximum(
-            read * self._engine.kv_bytes / self._memory,
-            decode * layer.attended_flops / self._attention_rate,
+            read * self._engine.kv_bytes / self._memory, decode * layer.attended_flops / self._attention_rate
         )
         context += prefill * layer.prefill_flops / self._attention_rate
         states = 2 * layer.state_bytes * rows.decodes_R / self._memory
