@@ -240,8 +240,7 @@ class DeviceStep(Step):
 
         In a step of fixed shape, `row_R` has the padded length: first the wanted rows, then arbitrary ones.
         """
-        P, T = self.num_padded, self.num_tokens
-        S, R = self.num_sequences, len(rows)
+        P, S, R = self.num_padded, self.num_sequences, len(rows)
         if self.is_decode_only:
             S = R = P
         elif self.prompt_shape is not None:
@@ -250,51 +249,15 @@ class DeviceStep(Step):
         new_blocks = self._take_new()
         N, D = len(new_blocks), 0 if drawn is None else len(drawn.rows)
         Z = P if self.has_states else 0
-        walk_start, chunk_start = self._recurrent_starts(S)
+        walk_start, chunk_start = recurrent_starts = self._recurrent_starts(S)
         lengths = (
             P, P, P, R, S, S, S + 1, 1, Z, Z, Z, len(walk_start), len(chunk_start), P if self.tells_long else 0, N, N,
             D, D,
         )  # fmt: skip
         # Every part begins at a multiple of 16 bytes: kernels are compiled for aligned pointers, and again for others.
         starts = [0, *accumulate(length + length % 2 for length in lengths)]
-        parts = [self._host_values[at : at + length] for at, length in zip(starts, lengths, strict=False)]
-        (
-            position_P,
-            cache_slot_P,
-            token_P,
-            row_R,
-            context_S,
-            decode_context_S,
-            query_start_S,
-            num_decodes_1,
-            state_before_P,
-            state_after_P,
-            row_before_P,
-            walk_start_W,
-            chunk_start_C,
-            is_long_P,
-            place_N,
-            block_N,
-            row_D,
-            source_D,
-        ) = parts
-        position_P[:T], position_P[T:] = self._position[:T], 0
-        cache_slot_P[:T], cache_slot_P[T:] = self._cache_slot[:T], -1
-        token_P[:T], token_P[T:] = token_ids, 0
-        row_R[: len(rows)], row_R[len(rows) :] = rows, 0
-        n = self.num_sequences
-        context_S[:n], context_S[n:] = self._context[:n], 0
-        decode_context_S[:], decode_context_S[self.num_decodes :] = context_S, 0
-        query_start_S[: n + 1], query_start_S[n + 1 :] = self._query_start[: n + 1], T
-        num_decodes_1[:] = self.num_decodes
-        state_before_P[:], state_after_P[:], row_before_P[:] = self._states_3P[:, :Z]
-        walk_start_W[:], chunk_start_C[:] = walk_start, chunk_start
-        is_long_P[:] = 0
-        if self.tells_long and self.has_long:
-            is_long_P[:T] = self.long_T[:T].numpy()
-        place_N[:], block_N[:] = new_blocks.T
-        if drawn is not None:
-            row_D[:], source_D[:] = drawn.rows, drawn.sources
+        host = [self._host_values[at : at + length] for at, length in zip(starts, lengths, strict=False)]
+        self._write(host, token_ids, rows, new_blocks, recurrent_starts, drawn)
         self._device[: starts[-1]].copy_(self._host[: starts[-1]], non_blocking=True)
         *views, place_on_device_N, block_on_device_N, row_on_device_D, source_on_device_D = (
             self._device[at : at + length] for at, length in zip(starts, lengths, strict=False)
@@ -308,6 +271,40 @@ class DeviceStep(Step):
         if self._copied is not None:
             self._copied.record()
         return Inputs(self.on_device.token_P, self.on_device.row_R)
+
+    def _write(
+        self,
+        host: Sequence[np.ndarray],
+        token_ids: Sequence[int],
+        rows: Sequence[int],
+        new_blocks: np.ndarray,
+        recurrent_starts: tuple[np.ndarray, np.ndarray],
+        drawn: Drawn | None,
+    ) -> None:
+        """Write the step to the host's copy of its parts, with padding."""
+        T = self.num_tokens
+        (
+            position_P, cache_slot_P, token_P, row_R, context_S, decode_context_S, query_start_S, num_decodes_1,
+            state_before_P, state_after_P, row_before_P, walk_start_W, chunk_start_C, is_long_P, place_N, block_N, row_D,
+            source_D,
+        ) = host  # fmt: skip
+        position_P[:T], position_P[T:] = self._position[:T], 0
+        cache_slot_P[:T], cache_slot_P[T:] = self._cache_slot[:T], -1
+        token_P[:T], token_P[T:] = token_ids, 0
+        row_R[: len(rows)], row_R[len(rows) :] = rows, 0
+        n = self.num_sequences
+        context_S[:n], context_S[n:] = self._context[:n], 0
+        decode_context_S[:], decode_context_S[self.num_decodes :] = context_S, 0
+        query_start_S[: n + 1], query_start_S[n + 1 :] = self._query_start[: n + 1], T
+        num_decodes_1[:] = self.num_decodes
+        state_before_P[:], state_after_P[:], row_before_P[:] = self._states_3P[:, : len(row_before_P)]
+        walk_start_W[:], chunk_start_C[:] = recurrent_starts
+        is_long_P[:] = 0
+        if self.tells_long and self.has_long:
+            is_long_P[:T] = self.long_T[:T].numpy()
+        place_N[:], block_N[:] = new_blocks.T
+        if drawn is not None:
+            row_D[:], source_D[:] = drawn.rows, drawn.sources
 
     def _recurrent_starts(self, num_padded: int) -> tuple[np.ndarray, np.ndarray]:
         """Return first rows, and the end, of the sequences that recurrences walk, and of those computed in chunks.
