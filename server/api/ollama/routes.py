@@ -103,6 +103,27 @@ def ollama_routes(
                 answer, parser = turn.answer, turn.parser(0)
         return await _answer(body, answer, parser, http, is_chat=False)
 
+    _add_model_routes(router, model, card, version=version, is_on_gpu=is_on_gpu)
+
+    @router.head("/", response_class=PlainTextResponse)
+    @router.get("/", response_class=PlainTextResponse)
+    async def ollama_is_running(request: HttpRequest) -> Response:
+        """Return Ollama's text, which its clients request first. Redirect browsers to the dashboard."""
+        if "text/html" in request.headers.get("accept", ""):
+            return RedirectResponse("dashboard", 307, headers={"Vary": "Accept"})
+        return PlainTextResponse("Ollama is running", headers={"Vary": "Accept"})
+
+    for (method, path), why in _UNSERVED.items():
+        refuse = _refusing(why.format(name=repr(model.names[0])))
+        router.add_api_route(path, refuse, methods=[method], response_model=None, include_in_schema=False)
+    return router
+
+
+def _add_model_routes(
+    router: APIRouter, model: ServedModel, card: ModelCard, *, version: str, is_on_gpu: bool
+) -> None:
+    """Add the routes that describe the model and the service."""
+
     @router.get("/api/tags", response_model=None)
     async def ollama_tags() -> dict[str, Any]:
         """List every served name."""
@@ -126,19 +147,6 @@ def ollama_routes(
     async def ollama_version() -> dict[str, str]:
         """Show the service's version, not Ollama's."""
         return {"version": version}
-
-    @router.head("/", response_class=PlainTextResponse)
-    @router.get("/", response_class=PlainTextResponse)
-    async def ollama_is_running(request: HttpRequest) -> Response:
-        """Return Ollama's text, which its clients request first. Redirect browsers to the dashboard."""
-        if "text/html" in request.headers.get("accept", ""):
-            return RedirectResponse("dashboard", 307, headers={"Vary": "Accept"})
-        return PlainTextResponse("Ollama is running", headers={"Vary": "Accept"})
-
-    for (method, path), why in _UNSERVED.items():
-        refuse = _refusing(why.format(name=repr(model.names[0])))
-        router.add_api_route(path, refuse, methods=[method], response_model=None, include_in_schema=False)
-    return router
 
 
 def _refusing(why: str) -> Callable[[], Coroutine[Any, Any, Response]]:
