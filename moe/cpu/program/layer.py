@@ -14,27 +14,22 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from attention.cpu.attention import ATTEND, NUM_TILES, TILES, Queries, attention_row, tile_tokens
-from attention.cpu.heads import COSINES, HEADS, SINES, HeadNorms, heads_row
-from attention.cpu.latents import PLACE, ROWS_AT_ONCE, LatentRooms, latent_rows, place_row, room_floats
-from attention.cpu.lone_latents import MOST, lone_floats
+from attention.cpu.attention import ATTEND, NUM_TILES, TILES, tile_tokens
+from attention.cpu.heads import COSINES, HEADS, SINES
+from attention.cpu.latents import PLACE
 from attention.cpu.norm import NORM, NORMED, norm_rows
 from attention.cpu.tiles import LANES
-from attention.recurrences.cpu import Side, convolve_row, delta_row
-from attention.recurrences.cpu_delta_net import GATE, NORM_GATED, ORDER, RATES
-from attention.recurrences.mixers import UNIT_LENGTH
-from dispatch.compiled.native import bits_of
 from dispatch.compiled.team import Program, program_of, run_alone
 from dispatch.row_formats import PlainRows
 from kvcache.paged_cache import PagedCache
 from kvcache.step import Step
 from moe.cpu.experts import PackedExpertLayer
-from moe.cpu.kernels.local_experts import ANSWERS, OUT, SHARE, SORT_PAIRS, add_row
-from moe.cpu.kernels.products import grouped_row, linear_row
+from moe.cpu.kernels.local_experts import ANSWERS, OUT, SORT_PAIRS, add_row
 from moe.cpu.kernels.routing import route_row
 from moe.cpu.program.activations import Activations, Rows
 from moe.cpu.program.expert_rows import ExpertsClock, RoutedRows, expert_rows
-from moe.cpu.program.layer_parts import Attention, DeltaNet, Latents, LayerParts, Matrix, Mlp
+from moe.cpu.program.layer_parts import Attention, LayerParts
+from moe.cpu.program.part_rows import PartRows
 from moe.cpu.program.spread_experts import Chosen, SpreadExperts, exchange_of
 from moe.expert_weights import grown_sample, is_grown
 
@@ -104,6 +99,7 @@ class LayerProgram:
             self.tile_tokens = tile_tokens(attention.heads, attention.kv_heads)
         self._module = weakref.ref(module)
         self._step, self._activations = step, activations
+        self._part_rows = PartRows(parts.hidden, step, activations)
         self._programs: _Programs | None = None
         self._asked: _Asked | None = None
         self._clock = ExpertsClock()
@@ -215,19 +211,14 @@ class LayerProgram:
         return programs
 
     def _write(self, pages: PagedCache, rotary_dim: int) -> _Programs:
-        parts, room = self.parts, self._activations.room
-        attention, D, facts = parts.attention, parts.hidden, self._facts
+        parts, room, linear = self.parts, self._activations.room, self._part_rows.linear
+        attention, D, facts = parts.attention, parts.hidden, self._part_rows.facts
         normed, projected, sums = room("normed", D), room("projected", D), room("sums", D)
-        if isinstance(attention, Latents):
-            attended, rows = self._write_latents(attention, pages)
-        elif isinstance(attention, DeltaNet):
-            attended, rows = self._write_delta_net(attention, pages)
-        else:
-            attended, rows = self._write_heads(attention, pages, rotary_dim)
+        attended, rows = self._part_rows.mixer(attention, pages, rotary_dim)
         first = norm_rows(
             0, parts.input_norm.weight.data_ptr(), parts.input_norm.eps, D, normed.data_ptr(), facts
         )
-        rows = [first, *rows, *self._linear(attention.output, attended, projected, attention.output_bias)]
+        rows = [first, *rows, *linear(attention.output, attended, projected, attention.output_bias)]
         rows.append(
             norm_rows(
                 0, parts.post_norm.weight.data_ptr(), parts.post_norm.eps, D, normed.data_ptr(), facts,
@@ -240,7 +231,7 @@ class LayerProgram:
             logits = room("logits", columns)
             ids, weights = room("ids", rule.choices, torch.int64), room("weights", rule.choices)
             rows += [
-                *self._linear(router.weight, normed, logits, router.bias),
+                *linear(router.weight, normed, logits, router.bias),
                 route_row(
                     logits.data_ptr(), columns * 4, int(parts.experts.num_experts), rule,
                     0 if router.correction_E is None else router.correction_E.data_ptr(), ids.data_ptr(),
@@ -248,7 +239,7 @@ class LayerProgram:
                 ),
             ]  # fmt: skip
         shared_out = room("shared", D)
-        shared = [] if parts.mlp is None else self._mlp(parts.mlp, normed, shared_out)
+        shared = [] if parts.mlp is None else self._part_rows.mlp(parts.mlp, normed, shared_out)
         of_all = {"shared": shared_out.data_ptr()} if router is not None and parts.mlp is not None else {}
         after = [*shared, add_row(shared_out.data_ptr(), sums.data_ptr(), D, facts, **of_all)]
         before, dtype = program_of(rows), pages.keys[attention.layer].dtype
@@ -256,155 +247,6 @@ class LayerProgram:
             pages, rotary_dim, before, Places.of(before, dtype), shared, program_of(after), Chosen(normed, ids, weights),
             sums.data_ptr(), shared_out.data_ptr() if shared else 0,
         )  # fmt: skip
-
-    def _write_heads(self, attention: Attention, pages: PagedCache, rotary_dim: int) -> tuple[Tensor, Rows]:
-        """Return the memory of attention's output, [R, H * V], and the rows from normed rows to it, here and below."""
-        room, step = self._activations.room, self._step
-        keys, values = pages.keys[attention.layer], pages.values[attention.layer]
-        shape, heads, width = (
-            pages.shapes[attention.layer],
-            attention.heads,
-            attention.qkv.format.panels * LANES,
-        )
-        qkv, attended = room("qkv", width), room("attended", heads * shape.value_dim)
-        query_norm, key_norm = attention.query_norm, attention.key_norm
-        head_norms = HeadNorms()
-        if query_norm is not None and key_norm is not None:
-            head_norms = HeadNorms(query_norm.weight.data_ptr(), key_norm.weight.data_ptr(), query_norm.eps)
-        rows = self._linear(attention.qkv, room("normed", self.parts.hidden), qkv, attention.qkv_bias)
-        query_dim = shape.key_dim * (1 + attention.has_gate)
-        rows += [
-            heads_row(
-                qkv.data_ptr(), width * 4, heads, shape.value_dim, rotary_dim, head_norms, (keys, values), step,
-                query_dim=query_dim,
-            ),
-            attention_row(
-                Queries(qkv.data_ptr(), width * 4, query_dim * 4), heads, keys, values, step,
-                value_dim=shape.value_dim, scale=attention.scale, window=shape.window,
-                chunk=shape.chunk, sinks=0 if attention.sinks_H is None else attention.sinks_H.data_ptr(),
-                out=attended.data_ptr(),
-            ),
-        ]  # fmt: skip
-        if attention.has_gate:
-            gates = qkv.data_ptr() + shape.key_dim * 4
-            rows.append(
-                GATE.row(
-                    attended.data_ptr(), gates, width * 4, query_dim * 4, heads, shape.value_dim, self._facts
-                )
-            )
-        return attended, rows
-
-    def _write_delta_net(self, net: DeltaNet, pages: PagedCache) -> tuple[Tensor, Rows]:
-        room, step, facts = self._activations.room, self._step, self._facts
-        normed = room("normed", self.parts.hidden)
-        keys, values, heads = net.key_heads * net.key_dim, net.heads * net.value_dim, net.heads
-        convolved_width, width = 2 * keys + values, net.first.format.panels * LANES
-        made = room("made", width)
-        rows = self._linear(net.first, normed, made)
-        if net.order is not None:
-            ordered = room("ordered", convolved_width + values)
-            order, num_parts, ordered_bytes = net.order.ctypes.data, len(net.order), ordered.shape[1] * 4
-            rows.append(
-                ORDER.row(
-                    made.data_ptr(), width * 4, ordered.data_ptr(), ordered_bytes, order, num_parts, facts
-                )
-            )
-            made, width = ordered, ordered.shape[1]
-        sources = []
-        for name, matrix in zip(("fading", "following"), net.rates, strict=False):
-            source = room(name, matrix.format.panels * LANES)
-            rows += self._linear(matrix, normed, source)
-            sources.append((source.data_ptr(), source.shape[1] * 4))
-        decays, rates = room("decays", heads), room("rates", heads)
-        convolved, found = room("convolved", convolved_width), room("found", values)
-        attended = room("attended", values)
-        query, (fade_places, follow_places) = convolved.data_ptr(), net.rates_at
-        rows += [
-            RATES.row(
-                *sources[0], *sources[-1], heads, fade_places.ctypes.data, follow_places.ctypes.data,
-                net.factors_H.data_ptr(), net.biases_H.data_ptr(), decays.data_ptr(), rates.data_ptr(), facts,
-            ),
-            convolve_row(
-                made.data_ptr(), width * 4, query, net.taps_KC, None, pages.tails[net.layer], step, has_silu=True
-            ),
-            delta_row(
-                Side(query, convolved_width * 4, net.key_heads), Side(query + keys * 4, convolved_width * 4, net.key_heads),
-                Side(query + 2 * keys * 4, convolved_width * 4, heads), decays.data_ptr(), rates.data_ptr(),
-                pages.states[net.layer], found.data_ptr(), step, decay_dim=1, mode=UNIT_LENGTH,
-            ),
-            NORM_GATED.row(
-                found.data_ptr(), made.data_ptr() + convolved_width * 4, width * 4, net.norm.weight.data_ptr(),
-                bits_of(net.norm.eps), heads, net.value_dim, attended.data_ptr(), facts,
-            ),
-        ]  # fmt: skip
-        return attended, rows
-
-    def _write_latents(self, attention: Latents, pages: PagedCache) -> tuple[Tensor, Rows]:
-        room, step, heads = self._activations.room, self._step, attention.heads
-        weight, rotary_dim, latents = attention.absorbed, attention.rotary_dim, pages.keys[attention.layer]
-        width, query_dim = attention.first.format.panels * LANES, attention.query_dim
-        made, attended = room("made", width), room("attended", heads * weight.value_dim)
-        unrotated, latent_dim = weight.key.shape[2], weight.value.shape[2]
-        rows = self._linear(attention.first, room("normed", self.parts.hidden), made)
-        head_bytes = (unrotated + rotary_dim) * 4
-        queries = Queries(made.data_ptr(), width * 4, head_bytes)
-        if attention.query is not None and attention.query_norm is not None:
-            source = room("query source", query_dim)
-            queried = room("queries", attention.query.format.panels * LANES)
-            rows += [
-                norm_rows(
-                    made.data_ptr(), attention.query_norm.weight.data_ptr(), attention.query_norm.eps, query_dim,
-                    source.data_ptr(), self._facts, stride=width * 4,
-                ),
-                *self._linear(attention.query, source, queried),
-            ]  # fmt: skip
-            queries = Queries(queried.data_ptr(), queried.shape[1] * 4, head_bytes)
-        query_floats, found_floats = room_floats(heads, latent_dim, rotary_dim)
-        rooms = LatentRooms(
-            room("latent queries", query_floats, rows=ROWS_AT_ONCE).zero_(),
-            room("latents found", found_floats, rows=ROWS_AT_ONCE),
-            room("lone latents", lone_floats(step.block_table_SM.shape[1]), rows=MOST),
-        )
-        rows += [
-            place_row(
-                made.data_ptr() + query_dim * 4, width * 4, attention.latent_norm, queries.address, queries.token_stride,
-                heads, unrotated, rotary_dim, latents, step, is_interleaved=attention.is_interleaved,
-            ),
-            *latent_rows(
-                queries, heads, latents, step, weight, rooms, rotary_dim=rotary_dim, scale=attention.scale,
-                window=pages.shapes[attention.layer].window, out=attended.data_ptr(),
-            ),
-        ]  # fmt: skip
-        return attended, rows
-
-    @property
-    def _facts(self) -> int:
-        """Address of T, padded T and the number of decodes. The word before T is 0."""
-        return self._step.facts.data_ptr() + 8
-
-    def _linear(self, weight: Matrix, x: Tensor, out: Tensor, bias: Tensor | None = None) -> Rows:
-        before, rows = self._activations.taken(weight.format, x, self._facts)
-        scales = 0 if weight.scales is None else weight.scales.data_ptr()
-        product = linear_row(
-            rows, weight.format.row_bytes, weight.panels.data_ptr(), scales, weight.format, out.data_ptr(),
-            out.shape[1] * 4, self._facts, 0 if bias is None else bias.data_ptr(),
-        )  # fmt: skip
-        return [*before, product]
-
-    def _mlp(self, mlp: Mlp, x: Tensor, out: Tensor) -> Rows:
-        kind = mlp.gate_up.format
-        inner = self._activations.room("inner", kind.panels * LANES // 2)
-        codes, scales = (row.ctypes.data for row in mlp.addresses)
-        before, rows = self._activations.taken(kind, x, self._facts)
-        up = grouped_row(rows, kind, codes, scales, self._facts - 8, 1, inner.data_ptr(), is_gated=True)
-        rows_of_all = [*before, up, *self._linear(mlp.down, inner, out)]
-        if mlp.share is not None:
-            shares = self._activations.room("shares", mlp.share.format.panels * LANES)
-            share = SHARE.row(
-                out.data_ptr(), out.shape[1], shares.data_ptr(), shares.shape[1] * 4, self._facts
-            )
-            rows_of_all += [*self._linear(mlp.share, x, shares), share]
-        return rows_of_all
 
     def _asked_in(self, programs: _Programs, layer: PackedExpertLayer) -> _Asked:
         """Return rows that include the experts, or are cut at the exchange."""
@@ -430,7 +272,7 @@ class LayerProgram:
             spread.sums_TD.data_ptr(),
             programs.sums,
             self.parts.hidden,
-            self._facts,
+            self._part_rows.facts,
             shared=programs.shared_out,
         )
         # The shared expert runs while other ranks' rows arrive.
@@ -440,7 +282,11 @@ class LayerProgram:
     def _write_whole(
         self, programs: _Programs, layer: PackedExpertLayer, written_for: tuple[Any, ...]
     ) -> _Asked:
-        activations, (x_TD, ids_TK, weights_TK), facts = self._activations, programs.chosen, self._facts
+        activations, (x_TD, ids_TK, weights_TK), facts = (
+            self._activations,
+            programs.chosen,
+            self._part_rows.facts,
+        )
         num_slots, choices = layer.up.num_slots, ids_TK.shape[1]
         slot_of_E = layer.choice.slots(torch.arange(layer.num_experts)[:, None])  # it has one copy of each
         pairs = activations.rows * choices
