@@ -1,12 +1,12 @@
 """How much faster do long contexts decode with `--kv-cache-dtype fp8` or `int8`, and how much slower are prompts?
 
 One rank decodes a batch of long contexts with random models: keys and values (Qwen3-Next's shape with attention in all
-layers), latents (DeepSeek-V3's), and latents with an index of 512 tokens (V3.2's). The formats run turn about in one process,
-each on its own cache. Then a chunk of a prompt runs behind a long context. Before time is taken, logits are compared: those
-of 8 bits must be close to the default's and not equal to them.
+layers), latents (DeepSeek-V3's), and latents with an index of 512 tokens (V3.2's). The formats take turns in one process,
+each on its own cache. Then a chunk of a prompt runs behind a long context. Before the measurement, logits are compared: those
+of 8 bits must be close to the default's, but not equal.
 
-Expected bound: a decode reads every number of its contexts once, so attention takes a quarter of the time if bytes alone
-count. Prompts compute more than they read: decoding codes can only make them slower, unless the context is long.
+Expected bound: a decode reads every number of its contexts once, so attention takes a quarter of the time if it is limited by
+bytes alone. Prompts compute more than they read. Decoding codes can only make them slower, unless the context is long.
 
 Run: `python -m benchmarks.kv_cache [--context 8192] [--batch 16] [--threads 2] [--save]`.
 """

@@ -1,8 +1,8 @@
 """The KV cache in eight bits: a row's numbers as int8 or e4m3 codes with one float32 scale per token and head.
 
-A row (a head's key or value, a latent, its rotary key, an index key) is quantised once, when it is written, from nothing but
-itself: its largest size is mapped to the largest code, and the others are rounded to nearest, ties to even. So codes do not
-depend on the batch or on the cut of a prompt. A row with an infinity or NaN has the scale NaN. Scales lie inside the block,
+A row (a head's key or value, a latent, its rotary key, an index key) is quantised once, when it is written. Its largest
+magnitude becomes the largest code, and the others are rounded to nearest, ties to even. So codes depend on nothing but the
+row: neither on the batch nor on the cut of a prompt. A row with an infinity or NaN has the scale NaN. Scales lie inside the block,
 so that a block stays one piece of memory. e4m3 (Micikevicius et al., arXiv 2209.05433) has a constant relative error and
 suits rows with outliers; int8 has a constant absolute one and is decoded faster on a CPU.
 

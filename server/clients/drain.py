@@ -1,4 +1,4 @@
-"""`wideep drain`: move the requests of a rank to the other ranks, and wait until it has none."""
+"""`wideep drain`: move the requests of a rank to the other ranks, and wait until none is left."""
 
 import argparse
 import json
@@ -23,7 +23,7 @@ def run_drain(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
-    """Drain a rank, or undo that. Return 0 if the rank has no requests left (or takes them again), and otherwise 1."""
+    """Drain a rank, or undo a drain. Return 0 if the rank has no requests left (or takes them again), otherwise 1."""
     try:
         with client or ServiceClient(args.url, api_key_of(environment)) as service:
             form = {"rank": args.rank, "undo": args.undo, "timeout_s": 0}

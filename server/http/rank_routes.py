@@ -1,7 +1,7 @@
-"""POST /ranks/drain: move a rank's requests to the other ranks, before maintenance of its node for example.
+"""POST /ranks/drain: move a rank's requests to the other ranks, for example before maintenance of its node.
 
-The answer comes when the rank has no requests, or with the number of remaining ones when the time is up. The drain continues
-after that, and if the client disconnects. GET /v1/fault_tolerance/status lists draining ranks.
+The response is sent when the rank has no requests left, or at the timeout, with the number of remaining ones. The drain continues
+after a timeout, and if the client disconnects. GET /v1/fault_tolerance/status lists draining ranks.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def rank_routes(moves: Moves, why_not_ready: Callable[[], str | None]) -> APIRou
     router = new_router()
 
     async def drain(body: DrainForm) -> dict[str, Any]:
-        """Drain a rank, or undo that. Answers when the rank has no requests, or when the time is up."""
+        """Drain a rank, or undo a drain. Responds when the rank has no requests left, or at the timeout."""
         if (reason := why_not_ready()) is not None:
             raise errors.not_ready(reason)
         if body.undo:
