@@ -6,12 +6,12 @@ from tests.house.prose import habits
 
 # Highest counts allowed, by package. Lower one after rewriting prose; `python -m tests.house.prose` prints the counts.
 LIMITS = {
-    "attention": 12,
+    "attention": 9,
     "benchmarks": 23,
     "dispatch": 25,
-    "docs": 49,
-    "expert_placement": 7,
-    "moe": 25,
+    "docs": 30,
+    "expert_placement": 6,
+    "moe": 24,
     "scheduler": 27,
     "server/api": 3,
     "server/clients": 2,
@@ -19,10 +19,10 @@ LIMITS = {
     "server/front": 11,
     "server/http": 3,
     "server/link": 1,
-    "server/machine": 7,
+    "server/machine": 6,
     "server/options": 17,
     "server/serve": 20,
-    "server/tools": 16,
+    "server/tools": 13,
     "tests": 158,
 }
 
