@@ -29,7 +29,7 @@ from scheduler.policy.request import SamplingParams
 from scheduler.step.runner import fill_step
 
 _BATCHES, _CONTEXT = (1, 8, 32, 128, 256), 2048
-_TINY_BATCHES, _TINY_CONTEXT = (1, 2), 20
+_TINY_BATCHES, _TINY_CONTEXT = (2,), 20
 _GOALS = {"of_floor": 0.8}
 _STEPS = 20
 _INVARIANT = " batch-invariant"

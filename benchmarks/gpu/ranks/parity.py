@@ -36,7 +36,7 @@ from scheduler.policy.batch import Scheduled, StepBatch
 from scheduler.policy.request import SamplingParams
 from scheduler.step.runner import Runner
 
-_PROMPTS, _TINY_PROMPTS = 5, 2
+_PROMPTS, _TINY_PROMPTS = 5, 1
 _CHUNK, _TAIL = 48, 4  # tokens of a prompt: half of them in each of two chunks, then one by one
 _ALLOWED_TIMES, _ALLOWED = 1.5, 1e-3
 # Experts in int8 (`--quantization int8`): rounding their weights costs more than bfloat16 does.
