@@ -14,13 +14,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tests.moe.load.test_quantising import quantised_oracle
 from tests.support.engines.serving import build, request, serve
 from tests.support.gpu.path import SETTINGS, Part, build_interpreted, mixed_steps, run_steps
-from tests.support.models.families import VOCABULARY, make_model, write_checkpoint
+from tests.support.models.families import SHALLOW, VOCABULARY, make_model, write_checkpoint
 from tests.support.models.published import write_published
 from tests.support.models.quantise import write_quantised
 from tests.support.ranks import RankPool
 
 TOLERANCE = 1e-4
 LENGTHS = (19, 8)  # of the sequences; the first crosses a block's end while it decodes
+CONTROL = [[Part(sequence, 0, length) for sequence, length in enumerate(LENGTHS)]]  # one step: both prompts
 FAMILIES = (
     "qwen3_moe",
     "mixtral",
@@ -69,7 +70,7 @@ class Found(NamedTuple):
 
 
 def answer(directory: Path, sequences: list[list[int]], **settings: Any) -> Found:
-    """Run sequences in mixed steps, then with wrong routing."""
+    """Run sequences in mixed steps, then in one step with wrong routing."""
     built = build_interpreted(directory, **settings)
     logits = run_steps(built, sequences, mixed_steps(LENGTHS))
     counted = int(built.model.load_counts.table[..., : built.model.skeleton.num_experts].sum())
@@ -77,7 +78,7 @@ def answer(directory: Path, sequences: list[list[int]], **settings: Any) -> Foun
     for layer in layers:
         table_EC = layer._on_device._slot_EC
         table_EC.copy_(table_EC.roll(1, 0))
-    return Found(logits, run_steps(built, sequences, mixed_steps(LENGTHS)), counted)
+    return Found(logits, run_steps(built, sequences, CONTROL), counted)
 
 
 def answer_compiled(directory: Path, sequences: list[list[int]], compiler: str) -> Found:
@@ -147,7 +148,7 @@ def test_a_cache_in_8_bits_gives_the_logits_of_a_cpu_s(
     family: str, kv_cache_dtype: str, interpreter: RankPool, tmp_path: Path
 ) -> None:
     """Not to the bit: a last digit decides how a number is rounded. A cache that is not rounded is much further away."""
-    write_checkpoint(family, tmp_path)
+    write_checkpoint(family, tmp_path, is_shallow=True)
     generator = torch.Generator().manual_seed(5)
     sequences = [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in LENGTHS]
     found = interpreter.run(
@@ -167,7 +168,7 @@ def test_a_cache_in_8_bits_gives_the_logits_of_a_cpu_s(
 def test_prompts_in_chunks_and_decodes_beside_them_give_transformers_logits(
     family: str, interpreter: RankPool, tmp_path: Path
 ) -> None:
-    check_oracle(write_checkpoint(family, tmp_path), tmp_path, interpreter)
+    check_oracle(write_checkpoint(family, tmp_path, is_shallow=family in SHALLOW), tmp_path, interpreter)
 
 
 @pytest.mark.slow
@@ -210,7 +211,7 @@ def test_weights_quantised_on_load_give_the_logits_of_what_they_stand_for(
     form: str, interpreter: RankPool, tmp_path: Path
 ) -> None:
     """Rows are not quantised here, unlike on a CPU."""
-    write_checkpoint("qwen3_moe", tmp_path)
+    write_checkpoint("qwen3_moe", tmp_path, is_shallow=True)
     oracle, _ = quantised_oracle(tmp_path, form)
     check_oracle(oracle, tmp_path, interpreter, quantization=form)
 
@@ -222,13 +223,14 @@ MOST_GRAPHS = {"qwen3_moe": 4, "gpt_oss": 5, "mixtral": 4, "deepseek_v3": 8}
 @pytest.mark.slow
 @pytest.mark.parametrize("family", list(MOST_GRAPHS))
 def test_compiled_layers_give_transformers_logits(family: str, interpreter: RankPool, tmp_path: Path) -> None:
-    found = check_oracle(write_checkpoint(family, tmp_path), tmp_path, interpreter, "aot_eager")
+    oracle = write_checkpoint(family, tmp_path, is_shallow=True)
+    found = check_oracle(oracle, tmp_path, interpreter, "aot_eager")
     assert 0 < found.num_graphs <= MOST_GRAPHS[family]
 
 
 @pytest.mark.slow
 def test_more_layers_take_no_more_graphs(interpreter: RankPool, tmp_path: Path) -> None:
-    oracle = make_model("qwen3_moe", num_hidden_layers=10)  # dynamo's own limit is 8
+    oracle = make_model("qwen3_moe", num_hidden_layers=9)  # dynamo's own limit is 8
     oracle.save_pretrained(tmp_path)
     found = check_oracle(oracle, tmp_path, interpreter, "aot_eager")
     assert found.num_graphs <= MOST_GRAPHS["qwen3_moe"]
@@ -244,7 +246,7 @@ def test_fp8_layers_multiply_inside_compiled_ones(interpreter: RankPool, tmp_pat
 
 @pytest.mark.slow
 def test_inductors_code_gives_transformers_logits(interpreter: RankPool, tmp_path: Path) -> None:
-    check_oracle(write_checkpoint("mixtral", tmp_path), tmp_path, interpreter, "inductor")
+    check_oracle(write_checkpoint("mixtral", tmp_path, is_shallow=True), tmp_path, interpreter, "inductor")
 
 
 def tokens_served(directory: Path, prompts: list[list[int]]) -> dict[str, list[int]]:
@@ -256,7 +258,7 @@ def tokens_served(directory: Path, prompts: list[list[int]]) -> dict[str, list[i
 
 @pytest.mark.slow
 def test_the_engine_serves_transformers_tokens(interpreter: RankPool, tmp_path: Path) -> None:
-    oracle = write_checkpoint("mixtral", tmp_path)
+    oracle = write_checkpoint("mixtral", tmp_path, is_shallow=True)
     generator = torch.Generator().manual_seed(6)
     prompts = [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in (3, 18, 9, 5)]
     served = interpreter.run(tokens_served, tmp_path, prompts, timeout_s=400.0)[0]
