@@ -2,7 +2,8 @@
 
 import multiprocessing
 import re
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -82,15 +83,22 @@ def test_decode_steps_compile_to_fp8_products_within_their_budget(side: str, tmp
     assert found == {"wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3"}
 
 
+@pytest.fixture(scope="module", params=[89, 90, 100])
+def architecture(request: pytest.FixtureRequest) -> Iterator[tuple[int, Executor]]:
+    """Return an architecture and its process: triton fixes the conversion of FP8 at the first one that a process compiles for."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as own:
+        yield request.param, own
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("in_blocks", [True, False])
 @pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("arch", [89, 90, 100])
-def test_every_tile_compiles_within_its_budget(side: str, arch: int, in_blocks: bool, tmp_path: Path) -> None:
-    """In its own process: triton fixes the conversion of FP8 at the first architecture that a process compiles for."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as own:
-        for tile in tiles_of(side, arch):
-            own.submit(check, side, tile, arch, tmp_path, in_blocks=in_blocks).result(timeout=300)
+def test_every_tile_compiles_within_its_budget(
+    side: str, architecture: tuple[int, Executor], in_blocks: bool, tmp_path: Path
+) -> None:
+    arch, own = architecture
+    for tile in tiles_of(side, arch):
+        own.submit(check, side, tile, arch, tmp_path, in_blocks=in_blocks).result(timeout=300)
 
 
 @pytest.mark.parametrize("kernel", ROWS.values(), ids=ROWS)
