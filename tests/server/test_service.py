@@ -35,10 +35,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def service(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealService]:
-    """`wideep serve` on two ranks, with slots for replicas of experts."""
+    """`wideep serve` on two ranks, with slots for replicas of experts. Ctrl-C ends all its processes."""
     log = tmp_path_factory.mktemp("service") / "output.txt"
     with RealService.serve(model, log, "--eplb-config", '{"num_redundant_experts": 2}') as running:
         yield running.wait_ready()
+        below = running.descendants()
+        running.processes[0].send_signal(signal.SIGINT)
+        assert running.wait_ended() == [0], running.output()
+        assert all(has_ended(pid, 2) for pid in below)
 
 
 @pytest.fixture(scope="module")
@@ -229,44 +233,6 @@ def test_streams_go_on_with_the_same_tokens_when_an_engine_is_killed_and_it_come
     assert [stream.said for stream in stream_all(service.url, BODIES)] == expected
 
 
-@pytest.mark.slow
-def test_as_json_every_line_of_every_process_is_an_object(model: Path, tmp_path: Path) -> None:
-    """Includes the loss and return of a rank, the end, and a line of throughput during traffic."""
-    flags = ("--log-format", "json", "--data-parallel-size", "2", "--enable-eplb")
-    with RealService.serve(model, tmp_path / "output.txt", *flags) as service:
-        service.wait_ready()
-        os.kill(service.engines()[1], signal.SIGKILL)
-        for whole in (False, True):
-            wait_until(
-                lambda whole=whole: (service.status()["members"] == [0, 1]) == whole,
-                service.output,
-                within_s=START_S,
-            )
-        body = {"model": "tiny", "prompt": "hello", "max_tokens": 20}
-
-        def has_line() -> bool:
-            assert service.post("/v1/completions", json=body).status_code == 200
-            return '"wideep.throughput"' in service.output()
-
-        wait_until(has_line, service.output, within_s=60)
-        service.get("/metrics")
-        service.processes[0].send_signal(signal.SIGTERM)
-        assert service.wait_ended() == [0]
-        said = [json.loads(line) for line in service.output().splitlines()]
-    assert all({"time", "level", "logger", "message"} <= line.keys() for line in said)
-    messages = "\n".join(line["message"] for line in said)
-    for words in (
-        "wideep: starting tiny",
-        "wideep: loading torch and transformers",
-        "Loading kernels",
-        "KV cache: ",
-        "was killed by SIGKILL",
-        "rank 1 serves again",
-        "wideep: stopped",
-    ):
-        assert words in messages, words
-
-
 # Calls that must hold even though a model with random weights would write something else.
 PARAMETERS: dict[str, Any] = {
     "type": "object",
@@ -327,16 +293,6 @@ def test_a_call_that_must_be_made_streams(client: OpenAI, choice: Any) -> None:
     check(names[0], "".join(call.function.arguments or "" for call in calls if call.function))
 
 
-@pytest.mark.slow
-def test_ctrl_c_ends_every_process_with_status_0(model: Path, tmp_path: Path) -> None:
-    with RealService.serve(model, tmp_path / "output.txt") as service:
-        service.wait_ready()
-        below = service.descendants()
-        service.processes[0].send_signal(signal.SIGINT)
-        assert service.wait_ended() == [0]
-        assert all(has_ended(pid, 2) for pid in below)
-
-
 def is_leaving(service: RealService) -> bool:
     """Return whether /health is 503. On a busy machine, the stream and the service may end before the first look."""
     try:
@@ -349,7 +305,7 @@ PATIENT = ("--shutdown-timeout-seconds", "600")  # a busy machine may need more 
 END_S = 120.0  # after the last open request; engines of an idle machine take a second or two
 
 
-def stream_across_sigterm(service: RealService, target: int) -> int:
+def stream_across_sigterm(service: RealService) -> int:
     """Send SIGTERM in the middle of a stream and return the number of its tokens."""
     with OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0, timeout=300) as client:
         stream = client.completions.create(
@@ -362,7 +318,7 @@ def stream_across_sigterm(service: RealService, target: int) -> int:
         )
         chunks = iter(stream)
         next(chunks)
-        os.kill(target, signal.SIGTERM)
+        service.processes[0].terminate()
         wait_until(lambda: is_leaving(service), lambda: "SIGTERM had no effect")
         usage = [chunk.usage for chunk in chunks][-1]
     assert usage is not None
@@ -370,14 +326,44 @@ def stream_across_sigterm(service: RealService, target: int) -> int:
 
 
 @pytest.mark.slow
-def test_sigterm_lets_a_stream_end_and_then_everything_with_status_0(model: Path, tmp_path: Path) -> None:
-    with RealService.serve(model, tmp_path / "output.txt", *PATIENT) as service:
+def test_as_json_every_line_is_an_object_and_sigterm_lets_a_stream_end(model: Path, tmp_path: Path) -> None:
+    """The lines include the loss and return of a rank, the end, and a line of throughput during traffic."""
+    flags = ("--log-format", "json", "--data-parallel-size", "2", "--enable-eplb", *PATIENT)
+    with RealService.serve(model, tmp_path / "output.txt", *flags) as service:
         service.wait_ready()
+        os.kill(service.engines()[1], signal.SIGKILL)
+        for whole in (False, True):
+            wait_until(
+                lambda whole=whole: (service.status()["members"] == [0, 1]) == whole,
+                service.output,
+                within_s=START_S,
+            )
+        body = {"model": "tiny", "prompt": "hello", "max_tokens": 20}
+
+        def has_line() -> bool:
+            assert service.post("/v1/completions", json=body).status_code == 200
+            return '"wideep.throughput"' in service.output()
+
+        wait_until(has_line, service.output, within_s=60)
+        service.get("/metrics")
         below = service.descendants()
-        assert stream_across_sigterm(service, service.processes[0].pid) == 300
+        assert stream_across_sigterm(service) == 300
         assert service.processes[0].wait(END_S) == 0, service.output()
         assert all(has_ended(pid, 2) for pid in below)
-        assert "finishing open requests" in service.output()
+        said = [json.loads(line) for line in service.output().splitlines()]
+    assert all({"time", "level", "logger", "message"} <= line.keys() for line in said)
+    messages = "\n".join(line["message"] for line in said)
+    for words in (
+        "wideep: starting tiny",
+        "wideep: loading torch and transformers",
+        "Loading kernels",
+        "KV cache: ",
+        "was killed by SIGKILL",
+        "rank 1 serves again",
+        "finishing open requests",
+        "wideep: stopped",
+    ):
+        assert words in messages, words
 
 
 @pytest.mark.slow
@@ -391,7 +377,7 @@ def test_sigterm_to_torchrun_lets_a_stream_end_too(model: Path, tmp_path: Path) 
     with RealService(port, [command], tmp_path / "output.txt") as service:
         service.wait_ready()
         below = service.descendants()
-        assert stream_across_sigterm(service, service.processes[0].pid) == 300
+        assert stream_across_sigterm(service) == 300
         service.processes[0].wait(END_S)  # exits with torchrun's own status, which is 1 after any signal
         assert all(has_ended(pid, 2) for pid in below)
         assert "the front" in service.output() and "exited with status 0" in service.output()
