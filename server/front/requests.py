@@ -448,9 +448,12 @@ class Requests:
 
     def _abort(self, generation: Generation, reason: FinishReason, failure: ApiError | None = None) -> None:
         """End a request, and abort it if it is at a rank."""
-        if self._is_at_rank(generation.ask.request.request_id):
-            self._ranks.post(generation.rank, Abort(generation.ask.request.request_id))
+        request_id, rank = generation.ask.request.request_id, generation.rank
+        is_at_rank = self._is_at_rank(request_id)
         self._end(generation, reason, failure, failure.message if failure else "")
+        if is_at_rank:
+            # Afterwards: it may lose the rank, and open requests of the rank then move to other ranks.
+            self._ranks.post(rank, Abort(request_id))
 
     def _end(
         self, generation: Generation, reason: FinishReason, failure: ApiError | None, error: str

@@ -189,6 +189,17 @@ async def test_a_client_that_leaves_ends_what_is_open_and_late_words_are_passed_
 
 
 @in_loop
+async def test_a_rank_that_is_lost_by_an_abort_leaves_that_request_to_no_other_rank() -> None:
+    """A rank that does not read its messages is lost when it gets one."""
+    desk = Desk()
+    answer = desk.open("a")
+    desk.ranks.post = lambda rank, _message: desk.requests.leave([rank])  # type: ignore[method-assign, assignment]
+    answer.close()
+    assert len(desk.ranks.submitted) == 1
+    assert desk.reasons() == [FinishReason.ABORT]
+
+
+@in_loop
 async def test_a_stop_string_is_an_outcome_of_its_own_and_the_rank_s_is_passed_over() -> None:
     desk = Desk()
     answer = desk.open("a", stops=("!",))
