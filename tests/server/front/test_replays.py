@@ -1,12 +1,10 @@
 """Requests of a lost rank continue elsewhere: no token is repeated, lost or counted twice, and each has one outcome."""
 
-import asyncio
-
 import pytest
 
 from scheduler.policy.request import FinishReason, Logprobs, RequestOutput, SamplingParams
 from server.front.errors import ApiError
-from server.front.generations import Answer, ClientGone
+from server.front.generations import Answer
 from server.front.journal import MAX_INCIDENTS
 from tests.support.requests.desk import Desk, in_loop
 
@@ -173,22 +171,6 @@ async def test_with_nobody_left_requests_wait_and_go_on_with_whoever_comes_back(
 
 
 @in_loop
-async def test_a_client_that_leaves_while_its_request_waits_tells_no_rank() -> None:
-    desk = Desk()
-    answer = desk.open("a")
-    desk.requests.leave([0, 1])
-    reader = asyncio.create_task(text_of(answer))
-    await asyncio.sleep(0)
-    answer.close()
-    with pytest.raises(ClientGone):
-        await reader
-    assert desk.ranks.aborted == [] and desk.requests.num_parked == 0
-    desk.requests.enter(0)
-    assert len(desk.ranks.submitted) == 1
-    assert desk.reasons() == [FinishReason.ABORT]
-
-
-@in_loop
 async def test_a_deadline_holds_while_a_request_waits() -> None:
     desk = Desk(timeout_s=1000)
     answer = desk.open("a")
@@ -221,21 +203,6 @@ async def test_when_the_service_gives_up_those_that_wait_fail() -> None:
     with pytest.raises(ApiError, match="no rank came back"):
         await answer.next()
     assert desk.reasons() == [FinishReason.ERROR]
-
-
-@in_loop
-async def test_a_request_survives_many_losses() -> None:
-    desk = Desk()
-    answer = desk.open("a")
-    for letter in "abcdefg":
-        desk.deliver("a", letter)
-        rank = desk.rank_of("a")
-        lose(desk, rank)
-        desk.requests.enter(rank)
-    desk.deliver("a", "h", FinishReason.LENGTH)
-    assert await text_of(answer) == {0: "abcdefgh"}
-    assert desk.journal.num_replayed == 7
-    assert desk.reasons() == [FinishReason.LENGTH]
 
 
 def _tokens(name: str, token_ids: bytes, finish: FinishReason | None = None) -> RequestOutput:
