@@ -20,36 +20,6 @@ def call(index: int, arguments: str, name: str | None = None) -> ToolCallDelta:
     return ToolCallDelta(index, arguments, f"call_{index}" if name else None, name)
 
 
-def test_an_answer_without_deltas_has_no_blocks() -> None:
-    events, blocks = told()
-    assert events == [] and blocks.all == [] and not blocks.has_calls
-
-
-def test_reasoning_text_and_calls_become_blocks_in_order() -> None:
-    events, blocks = told(
-        ReasoningDelta("let "),
-        ReasoningDelta("me see"),
-        ContentDelta("\n\n"),
-        ContentDelta("so:"),
-        call(0, "", "add"),
-        call(0, '{"a":'),
-        call(0, "1}"),
-        call(1, "{}", "sub"),
-    )
-    assert kinds(blocks) == [
-        (BlockKind.REASONING, "let me see"),
-        (BlockKind.TEXT, "\n\nso:"),
-        (BlockKind.CALL, '{"a":1}'),
-        (BlockKind.CALL, "{}"),
-    ]
-    assert [(block.index, block.call_id, block.name) for block in blocks.all[2:]] == [
-        (2, "call_0", "add"),
-        (3, "call_1", "sub"),
-    ]
-    assert [type(event).__name__ for event in events].count("Opened") == 4
-    assert blocks.has_calls
-
-
 def test_blank_text_before_a_call_makes_no_block() -> None:
     _, blocks = told(
         ReasoningDelta("r"), ContentDelta("\n"), ContentDelta("\n"), call(0, "{}", "f"), ContentDelta(" ")

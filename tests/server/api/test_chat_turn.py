@@ -5,11 +5,8 @@ from typing import Any
 
 import pytest
 
-from scheduler.policy.request import FinishReason
-from server.api.chat_turn import MessageParser, ReasoningCount
-from server.api.parsers.deltas import ContentDelta, Delta, ReasoningDelta, ToolCallDelta, merge
+from server.api.parsers.deltas import ContentDelta, ReasoningDelta, ToolCallDelta, merge
 from server.front.errors import ApiError
-from server.front.generations import Piece
 from tests.support.models.tiny_tokenizer import CHAT_TEMPLATE
 from tests.support.requests.chats import rendered
 
@@ -79,34 +76,7 @@ def test_the_client_s_words_cannot_be_the_server_s(tmp_path: Path, name: str) ->
         render(tmp_path, KWARGS, messages=HISTORY[:1], chat_template_kwargs={name: []})
 
 
-class Script:
-    """A text parser that returns the given deltas."""
-
-    def __init__(self, *deltas: Delta) -> None:
-        self.deltas = list(deltas)
-
-    def push(self, text: str) -> list[Delta]:
-        return self.deltas
-
-    def finish(self) -> list[Delta]:
-        return []
-
-
 CALLS = [ToolCallDelta(0, "{}", "id", "f"), ToolCallDelta(1, "{}", "id2", "g")]
-
-
-def test_a_choice_with_calls_ends_with_tool_calls_unless_it_was_cut_off() -> None:
-    parser = MessageParser(Script(*CALLS), ReasoningCount(len), max_calls=None, shows_reasoning=True)
-    assert parser.finish_reason(FinishReason.STOP) == "stop"
-    assert parser.push(Piece()) == CALLS
-    words = [parser.finish_reason(reason) for reason in (None, FinishReason.STOP, FinishReason.LENGTH)]
-    assert words == [None, "tool_calls", "length"]
-
-
-def test_what_the_client_does_not_want_is_not_passed_on() -> None:
-    deltas = [ReasoningDelta("hm"), ContentDelta("a"), *CALLS]
-    parser = MessageParser(Script(*deltas), ReasoningCount(len), max_calls=1, shows_reasoning=False)
-    assert parser.push(Piece()) == [ContentDelta("a"), CALLS[0]]
 
 
 def test_documents_reach_the_template(tmp_path: Path) -> None:

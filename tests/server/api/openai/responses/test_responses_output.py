@@ -111,12 +111,6 @@ def test_the_completed_response_holds_every_item_and_the_usage() -> None:
     assert draft.response["store"] is False and response.error is None and response.incomplete_details is None
 
 
-def test_the_message_of_a_response_cut_short_is_incomplete() -> None:
-    draft = draft_of()
-    stream(draft, ContentDelta("ab"), reason=FinishReason.LENGTH)
-    assert draft.response["output"][0]["status"] == "incomplete"
-
-
 def test_a_call_cut_short_is_not_among_the_items() -> None:
     draft = draft_of()
     events = stream(draft, ReasoningDelta("hm"), *CALL[:2], reason=FinishReason.LENGTH)
