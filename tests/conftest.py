@@ -49,6 +49,13 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("same examples" if is_fast else "search")
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Start the long files first if several processes run tests, so that none of them is left for one process at the end."""
+    if hasattr(config, "workerinput"):
+        durations.put_long_files_first(items, durations.read_durations())
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip tests of a GPU on a machine without one."""
     if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():

@@ -16,6 +16,7 @@ LEAST_S = 2.0  # shorter tests are not listed
 FAST_S, SLOW_S = 10.0, 180.0  # most that a recorded test of `make test`, or one marked slow, may take
 MARGIN = 3.0  # a ceiling per recorded second
 UNLISTED_S = 20.0  # seconds that count for a test without a record, or with a short one
+LONG_FILE_S = 20.0  # least recorded seconds of a file that starts before others
 
 
 class Duration(NamedTuple):
@@ -40,6 +41,20 @@ def merged(recorded: dict[str, Duration], taken: dict[str, Duration]) -> str:
     rows = [each for each in {**kept, **taken}.values() if each.seconds >= LEAST_S]
     rows.sort(key=lambda each: (-each.seconds, each.name))
     return "".join(f"{each.seconds:8.1f} {'slow' if each.is_slow else 'fast'} {each.name}\n" for each in rows)
+
+
+def put_long_files_first(items: list[pytest.Item], recorded: dict[str, Duration]) -> None:
+    """Sort the tests by the recorded seconds of their files, longest first. Short files keep their order."""
+    seconds: dict[str, float] = defaultdict(float)
+    for item in items:
+        if item.nodeid in recorded:
+            seconds[_file_of(item)] += recorded[item.nodeid].seconds
+    long = {file: each for file, each in seconds.items() if each >= LONG_FILE_S}
+    items.sort(key=lambda item: -long.get(_file_of(item), 0.0))
+
+
+def _file_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]
 
 
 def above_ceiling(recorded: dict[str, Duration], taken: dict[str, Duration]) -> list[str]:

@@ -3,12 +3,15 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.support import durations
 from tests.support.durations import (
     FAST_S,
+    LONG_FILE_S,
     MARGIN,
     ROOT,
     SLOW_S,
@@ -16,6 +19,7 @@ from tests.support.durations import (
     Duration,
     above_ceiling,
     merged,
+    put_long_files_first,
     read_durations,
 )
 
@@ -40,6 +44,17 @@ def test_a_record_replaces_what_ran_and_keeps_the_rest(tmp_path: Path) -> None:
         Duration(11.2, False, f"{HERE}::a"),
         recorded[f"{HERE}::b"],
     ]
+
+
+def test_long_files_start_first_and_the_others_keep_their_order() -> None:
+    names = ["b.py::1", "a.py::1", "long.py::1", "long.py::2", "longest.py::1", "b.py::2"]
+    seconds = {"b.py::1": LONG_FILE_S - 1.0, "long.py::1": LONG_FILE_S - 1.0, "long.py::2": 1.0}
+    recorded = {name: Duration(each, False, name) for name, each in seconds.items()}
+    recorded["longest.py::1"] = Duration(LONG_FILE_S + 1.0, True, "longest.py::1")
+    recorded["a.py::gone"] = Duration(9 * LONG_FILE_S, True, "a.py::gone")  # it does not run now
+    items: list[Any] = [SimpleNamespace(nodeid=name) for name in names]
+    put_long_files_first(items, recorded)
+    assert [item.nodeid for item in items] == [names[each] for each in (4, 2, 3, 0, 1, 5)]
 
 
 @pytest.mark.parametrize(
