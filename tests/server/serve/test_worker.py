@@ -149,24 +149,6 @@ def test_what_a_killed_front_leaves_does_not_stay_as_a_zombie(model: Path) -> No
         wait_until(lambda: not Path(f"/proc/{child}").exists(), service.output)
 
 
-def test_a_killed_engine_is_named_and_started_again(model: Path) -> None:
-    with start_worker(model, place(), "--kv-cache-memory=1M") as service:
-        service.wait_for_output("serving on")
-        victim = service.facts("engine-0")
-        os.kill(victim["pid"], signal.SIGKILL)
-        successor = service.facts_after("engine-0", restarts=1)
-        assert successor["env"]["WIDEEP_FRONT"] == victim["env"]["WIDEEP_FRONT"]
-        assert engine_settings_of(successor)["kv_cache_bytes"] == KV_CACHE_BYTES, "the first engine's size"
-        service.wait_for_output("rank 0 serves again, after ")
-        killed = f"wideep: rank 0's engine (pid {victim['pid']}) was killed by SIGKILL"
-        [line] = [line for line in service.output().splitlines() if line.startswith(killed)]
-        assert line.endswith("restarting it (at most 3 times in 10 minutes)")
-        assert service.process.poll() is None
-        service.process.send_signal(signal.SIGINT)
-        assert service.end()[0] == 0
-        service.wait_for_nobody(within_s=0)
-
-
 def copies(service: Service) -> set[int]:
     """Return the pids of the worker's spares."""
     commands = {
@@ -180,45 +162,36 @@ def only_copy(service: Service) -> int:
     return next(iter(copies(service)))
 
 
-def test_the_copy_that_an_engine_leaves_takes_its_place_and_leaves_the_next(model: Path) -> None:
-    with start_worker(model, place(), "--kv-cache-memory=1M") as service:
+def test_a_killed_engine_is_named_and_its_copy_takes_its_place(model: Path) -> None:
+    with start_worker(model, place(), "--kv-cache-memory=1M", "--max-rank-restarts=5") as service:
         service.wait_for_output("serving on")
-        seen = [service.pid("engine-0")]
+        first = service.facts("engine-0")
+        seen = [first["pid"]]
         for restarts in (1, 2):
             seen.append(only_copy(service))
             os.kill(seen[-2], signal.SIGKILL)
             successor = service.facts_after("engine-0", restarts)
             assert successor["pid"] == seen[-1], "it was started before"
+            assert successor["env"]["WIDEEP_FRONT"] == first["env"]["WIDEEP_FRONT"]
             assert engine_settings_of(successor)["kv_cache_bytes"] == KV_CACHE_BYTES, (
                 "the first engine's size"
             )
             assert "engine" in Path(f"/proc/{seen[-1]}/cmdline").read_text().split("\0")
             wait_until(lambda: service.output().count("serves again") == restarts, service.output)  # noqa: B023
+            killed = f"wideep: rank 0's engine (pid {seen[-2]}) was killed by SIGKILL"
+            [line] = [line for line in service.output().splitlines() if line.startswith(killed)]
+            assert line.endswith("restarting it (at most 5 times in 10 minutes)")
+        copy = only_copy(service)
+        for pid in (copy, seen[-1]):
+            os.kill(pid, signal.SIGKILL)
+            assert has_ended(pid, PROMISED_S)
+        assert service.facts_after("engine-0", restarts=3)["pid"] not in (copy, *seen), "started as at first"
+        wait_until(lambda: service.output().count("serves again") == 3, service.output)
         last = only_copy(service)
         service.process.send_signal(signal.SIGINT)
         assert service.end()[0] == 0
         assert has_ended(last, 0)
         service.wait_for_nobody(within_s=0)
-
-
-def test_an_engine_whose_copy_is_gone_is_started_as_at_first(model: Path) -> None:
-    with start_worker(model, place()) as service:
-        service.wait_for_output("serving on")
-        engine, copy = service.pid("engine-0"), only_copy(service)
-        os.kill(copy, signal.SIGKILL)
-        assert has_ended(copy, PROMISED_S)
-        os.kill(engine, signal.SIGKILL)
-        assert service.facts_after("engine-0", restarts=1)["pid"] not in (engine, copy)
-        service.wait_for_output("rank 0 serves again, after ")
-        assert only_copy(service) != copy
-
-
-def test_a_copy_ends_with_its_supervisor_however_that_ended(model: Path) -> None:
-    with start_worker(model, place()) as service:
-        service.wait_for_output("serving on")
-        copy = only_copy(service)
-        service.process.kill()
-        assert has_ended(copy, PROMISED_S)
 
 
 def test_an_engine_that_is_not_started_again_leaves_no_copy(model: Path) -> None:
@@ -348,9 +321,11 @@ def test_an_engine_that_ends_in_order_ends_the_worker_in_order(model: Path) -> N
 def test_children_die_with_a_worker_killed_by_sigkill(model: Path) -> None:
     with start_worker(model, {**place(), "FAKE_STUBBORN": "1"}) as service:
         service.wait_for_output("serving on")
+        copy = only_copy(service)
         service.process.kill()
         assert service.end()[0] == -signal.SIGKILL
         service.wait_for_nobody(within_s=PROMISED_S)
+        assert has_ended(copy, PROMISED_S)
 
 
 def test_the_reason_goes_into_torchruns_error_file(model: Path, tmp_path: Path) -> None:
