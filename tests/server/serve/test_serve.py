@@ -60,8 +60,8 @@ def agent_pid(service: Service) -> int:
     return int(service.facts("worker-0")["ppid"])
 
 
-def test_ctrl_c_ends_every_process_with_status_0(service: Service) -> None:
-    agent = agent_pid(service)
+def test_ctrl_c_ends_every_process_with_status_0(quick_service: Service) -> None:
+    service, agent = quick_service, agent_pid(quick_service)
     service.process.send_signal(signal.SIGINT)
     status, seconds = service.end()
     assert (status, seconds < PROMISED_S) == (0, True), service.output()
