@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,13 @@ from expert_placement.placement import Placement, imbalance, linear_placement
 from expert_placement.plan import plan
 
 SKEWED = np.random.default_rng(0).lognormal(0, 0.9, (4, 32)) * 100  # choices per step
-COPIES = plan(np.ones((4, 32)), 9, Rules(cluster=Cluster(num_ranks=4))).placement
 STEP_S = 0.02
+
+
+@cache
+def copies() -> Placement:
+    """Return a placement on four ranks with a redundant slot on each. Not at import: a fresh checkout compiles the planner."""
+    return plan(np.ones((4, 32)), 9, Rules(cluster=Cluster(num_ranks=4))).placement
 
 
 def situation(
@@ -26,10 +32,11 @@ def situation(
     decode: np.ndarray | None = None,
     decode_share: float = 0.0,
     experts_s: float = 0.5 * STEP_S,
-    current: Placement = COPIES,
+    current: Placement | None = None,
     **changes: Any,
 ) -> Situation:
     """Return a situation. By default all steps have prompts, and experts take half of their time."""
+    current = current or copies()
     kinds = [StepKind("prefill", prefill, 1.0 - decode_share, experts_s)] if decode_share < 1 else []
     if decode is not None:
         kinds.append(StepKind("decode", decode, decode_share, experts_s))
@@ -48,7 +55,7 @@ def test_a_skewed_load_is_repaired_within_the_budget_and_the_reason_has_the_numb
     made = decide(situation(), EplbConfig())
     assert made.proposal is not None and made.proposal.kind == "repair"
     assert 0 < made.proposal.moves <= 0.1 * 4 * 36
-    before, after = (imbalance(p, SKEWED).max() for p in (COPIES, made.proposal.target))
+    before, after = (imbalance(p, SKEWED).max() for p in (copies(), made.proposal.target))
     assert after < before and made.proposal.gain > 0.02
     assert f"{made.proposal.moves} moves" in made.reason and "saved in 600 s" in made.reason
     assert "ms in 100% of steps" in made.reason and "the required minimum of 12.00 s" in made.reason
@@ -99,7 +106,7 @@ def test_what_is_planned_for_both_kinds_of_steps_costs_no_more_than_what_is_plan
         either = propose(kind, alone, EplbConfig()).target
         assert mixed.forecast.step_s(both) <= 1.005 * mixed.forecast.step_s(either)
     if kind != "plan":
-        assert (mixed.forecast.layer_seconds(both) <= mixed.forecast.layer_seconds(COPIES)).all()
+        assert (mixed.forecast.layer_seconds(both) <= mixed.forecast.layer_seconds(copies())).all()
 
 
 def test_nothing_moves_where_moving_costs_more_than_the_horizon_brings() -> None:
@@ -125,7 +132,7 @@ def test_the_shares_policy_never_moves() -> None:
 def test_moving_takes_as_long_as_bytes_or_work_beside_steps_allow(step_s: float, said: str) -> None:
     config = EplbConfig(max_bytes_per_step=1 << 19)
     made = propose("plan", situation(step_s=step_s), config)
-    transfers = transfers_between(COPIES, made.target)
+    transfers = transfers_between(copies(), made.target)
     handled = Counter(slot // 9 for t in transfers for slot in (t.source, t.target))
     num_bytes = max(handled.values()) << 20
     by_bytes = num_bytes / (1 << 19) * step_s
