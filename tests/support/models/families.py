@@ -251,8 +251,21 @@ SHALLOW: dict[str, dict[str, Any]] = {
         family: {"num_hidden_layers": 2}
         for family in ("mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "deepseek_v3", "deepseek_v32")
     },
+    **{
+        family: {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+        for family in ("qwen3_next", "qwen3_5_moe", "kimi_linear", "minimax")
+    },
+    **{
+        family: {"num_hidden_layers": 2, "indexer_types": ["full", "shared"]}
+        for family in ("glm_moe_dsa", "hy_v4")
+    },
     "gpt_oss": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
-    "qwen3_next": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+    "glm5_next": {
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "indexed_attention"],
+        "mlp_layer_types": ["dense", "sparse"],
+    },
+    "lfm2_moe": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
     "jamba": {"num_hidden_layers": 2, "attn_layer_period": 2, "attn_layer_offset": 1},
 }
 
