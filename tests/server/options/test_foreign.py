@@ -8,7 +8,6 @@ import pytest
 
 from scheduler.policy.speculative import Method, SpeculativeConfig
 from server.options.flag import OptionsError
-from server.options.foreign.flags import ForeignFlag
 from server.options.foreign.sglang import SAME_AS_SGLANG, SGLANG_FLAGS, SHARED_WITH_VLLM
 from server.options.foreign.vllm import DIFFERS_FROM_VLLM, SAME_AS_VLLM, VLLM_FLAGS
 from server.options.reading import add_options, known_words, notes_on, options_from, options_from_keywords
@@ -65,15 +64,16 @@ def test_a_name_has_one_meaning() -> None:
     assert len(set(words)) == len(words)
 
 
-@pytest.mark.parametrize("flag", FOREIGN, ids=lambda flag: flag.name)
-def test_a_sentence_names_flags_that_there_are(flag: ForeignFlag) -> None:
-    said = f"{flag.because} {flag.otherwise} {flag.becomes}"
-    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", said))
-    assert named <= OURS | OF_OTHERS, "it names a flag that does not exist"
-    assert bool(flag.becomes) != bool(flag.because or flag.otherwise), "either an alias or a reason"
-    assert "\n" not in said and not re.search(r"[^.]\. ", said) and not said.strip().endswith("."), (
-        "one sentence"
-    )
+def test_sentences_name_flags_that_there_are() -> None:
+    for flag in FOREIGN:
+        said = f"{flag.because} {flag.otherwise} {flag.becomes}"
+        named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", said))
+        assert named <= OURS | OF_OTHERS, f"{flag.name} names a flag that does not exist"
+        assert bool(flag.becomes) != bool(flag.because or flag.otherwise), (
+            f"{flag.name}: an alias or a reason"
+        )
+        assert "\n" not in said and not re.search(r"[^.]\. ", said), f"{flag.name}: one sentence"
+        assert not said.strip().endswith("."), f"{flag.name}: one sentence"
 
 
 @pytest.mark.parametrize(
