@@ -6,6 +6,8 @@ from importlib.util import find_spec
 
 import pytest
 
+from benchmarks.gpu.interpreter import patch_once
+
 # Searched, not imported: ranks import tests before they choose the interpreter. The fixture `interpreter` skips by itself.
 NO_TRITON = "needs triton: pip install -r requirements-dev.txt"
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason=NO_TRITON)
@@ -18,3 +20,4 @@ def interpret() -> None:
         "triton is imported, so its kernels would be compiled"
     )
     os.environ["TRITON_INTERPRET"] = "1"
+    patch_once()
