@@ -1,0 +1,77 @@
+"""Pools: expert groups behind one front, and their roles (`--pools`).
+
+The ranks of a pool share lock-step, epochs and a placement; pools are independent. Every rank has a number in the service and,
+from 0, a number in its pool. The front, the router and clients use the first; the engine and its peers use the second.
+
+Separating prompts from decodes is DistServe's idea (arXiv 2401.09670) and Splitwise's (arXiv 2311.18677).
+"""
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import NamedTuple
+
+from server.options.flag import OptionsError
+
+
+class Role(Enum):
+    """Which part of a request the ranks of a pool run."""
+
+    BOTH = "both"
+    PREFILL = "prefill"  # the prompt and the first token
+    DECODE = "decode"  # the other tokens, and prompts that are too short to hand over
+
+
+class Pool(NamedTuple):
+    """One expert group."""
+
+    name: str
+    role: Role  # at the start of the service; it may change later
+    first_rank: int
+    num_ranks: int
+
+    @property
+    def ranks(self) -> range:
+        """The numbers of its ranks in the service."""
+        return range(self.first_rank, self.first_rank + self.num_ranks)
+
+
+def single_pool(num_ranks: int) -> tuple[Pool, ...]:
+    """Return the pools of a service without `--pools`."""
+    return (Pool("both", Role.BOTH, 0, num_ranks),)
+
+
+def read_pools(text: str) -> tuple[Pool, ...]:
+    """Read `--pools`: ROLE:RANKS, separated by commas, such as "prefill:1,decode:2".
+
+    A pool is named after its role. If several have the same role, a number follows: decode-0, decode-1.
+
+    Raises:
+        OptionsError: The text has another form, or a role is without its counterpart.
+    """
+    entries = [_read_entry(entry.strip()) for entry in text.split(",")]
+    roles = [role for role, _ in entries]
+    if (Role.PREFILL in roles) != (Role.DECODE in roles) and Role.BOTH not in roles:
+        missing = Role.DECODE if Role.PREFILL in roles else Role.PREFILL
+        raise OptionsError(f"invalid --pools {text!r}: no pool has the role {missing.value} or both")
+    pools: list[Pool] = []
+    first_rank = 0
+    for number, (role, num_ranks) in enumerate(entries):
+        is_only = roles.count(role) == 1
+        name = role.value if is_only else f"{role.value}-{roles[:number].count(role)}"
+        pools.append(Pool(name, role, first_rank, num_ranks))
+        first_rank += num_ranks
+    return tuple(pools)
+
+
+def pool_of(pools: Sequence[Pool], rank: int) -> Pool:
+    """Return the pool of a rank of the service."""
+    return next(pool for pool in pools if rank in pool.ranks)
+
+
+def _read_entry(entry: str) -> tuple[Role, int]:
+    role, _, number = entry.partition(":")
+    if role not in {each.value for each in Role} or not number.isdecimal() or int(number) < 1:
+        raise OptionsError(
+            f"invalid --pools entry {entry!r}: write ROLE:RANKS, with prefill, decode or both, such as prefill:1,decode:2"
+        )
+    return Role(role), int(number)
