@@ -102,6 +102,7 @@ def assemble(
     load_vocabulary: LoadVocabulary = no_vocabulary,
     *,
     store: Store | None = None,
+    host_store: Store | None = None,
     is_joining: bool = False,
     available: Callable[[], int] = available_bytes,
     memory: DeviceMemory | None = None,
@@ -115,6 +116,8 @@ def assemble(
         load_vocabulary: Loads the vocabulary for structured output; called when the first such request arrives.
         store: The job's store, on a connection used for nothing else, where ranks meet in later epochs. With None they
             cannot meet, and the loss of a rank ends the others.
+        host_store: Where the ranks of this host find the memory that they share, also ranks of other expert groups. None:
+            `store`.
         is_joining: Do not meet other ranks now. The engine loads its share of weights as at a first start; `run` waits
             for an order to join an epoch. The call is then local and needs a store.
         available: Returns the free memory in bytes; called before this rank takes over a lost rank's experts.
@@ -152,7 +155,7 @@ def assemble(
     relocation = _make_relocation(config, placement, model, channel, backend)
     lockstep = None if is_joining else open_lockstep(config, mailbox_group, placement.version)
     structures = StructureCompiler(load_vocabulary)
-    tiers = open_tiers(config, cache, backend.device, store, backend.enter_thread)
+    tiers = open_tiers(config, cache, backend.device, host_store or store, backend.enter_thread)
     if tiers is not None:
         scheduler.use_tiers(tiers)
     telemetry = Telemetry(config.rank, model.load_counts, runner)

@@ -82,7 +82,7 @@ class PrivateService:
     @property
     def num_places(self) -> int:
         """Number of requests that it runs at once; more would wait in its queue."""
-        ranks = self.options.data_parallel_size or CPU_RANKS
+        ranks = self.options.given_ranks or CPU_RANKS
         return min(ranks * (self.options.engine.max_num_seqs or CPU_NUM_SEQS), _MOST_PLACES)
 
     @property

@@ -70,8 +70,8 @@ class Served(NamedTuple):
 class RankFacts:
     """A rank's first message: it has loaded its weights and is ready."""
 
-    rank: int
-    world_size: int
+    rank: int  # in the service, as in all messages
+    world_size: int  # ranks of all pools
     host: str
     pid: int
     max_model_len: int  # tokens, prompt plus output

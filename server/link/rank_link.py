@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import grpc
 
+from scheduler.epochs.orders import by_rank
 from server.link.messages import (
     DEFINITION,
     DEFINITION_KEY,
@@ -37,6 +38,7 @@ from server.link.messages import (
     decode,
     encode,
 )
+from server.link.pool_numbers import to_pool, to_service
 from server.link.seal import NONCE_KEY, SAME_KEY, Seal, SealError, make_nonce
 
 MAX_PENDING_TOKENS = 1 << 20  # the front is lost if it is this far behind
@@ -78,11 +80,18 @@ class RankLink:
         facts: RankFacts,
         receive: Callable[[ToRank | FrontLost], None],
         *,
+        pool: range | None = None,
         cluster_key: bytes | None = None,
     ) -> None:
-        """Args: receive: Called with each message of the front on the reader thread; must return quickly."""
+        """Prepare a stream.
+
+        Args:
+            receive: Called with each message of the front on the reader thread; must return quickly.
+            pool: The ranks of this rank's pool, as the service counts them. None: all ranks of the service.
+        """
         self.address, self._handshake = address, Handshake(cluster_key)
         self._token, self._facts, self._receive = token, facts, receive
+        self._pool = pool or range(facts.world_size)
         self._changed = threading.Condition()
         self._newest: dict[type, Any] = {}  # pending messages of SENT_FIRST and SENT_LAST
         self._in_order: list[FromRank] = []  # all other pending messages
@@ -131,7 +140,7 @@ class RankLink:
 
     def send(self, message: FromRank) -> None:
         """Queue a message, merged with those that wait; never blocks. Does nothing after the link is lost or closed."""
-        kind = type(message)
+        kind, message = type(message), to_service(message, self._pool)
         with self._changed:
             if self._end_writer or self._goodbye is not None:
                 return
@@ -152,7 +161,7 @@ class RankLink:
         with self._changed:
             self._end_expected = True
             if self._goodbye is None:
-                self._goodbye = Goodbye(reason)
+                self._goodbye = Goodbye(by_rank(reason, self._pool))
             self._changed.notify()
         if self._reader is not None and self._reader is not threading.current_thread():
             self._reader.join(CLOSE_TIMEOUT_S)
@@ -204,7 +213,7 @@ class RankLink:
             return
         if isinstance(message, Stop):
             self._end_expected = True
-        self._receive(message)
+        self._receive(to_pool(message, self._pool))
 
     def _lose(self, reason: str, *, is_broken: bool = False) -> None:
         """Record the end of the stream once. Pass it on unless the link was closed or never accepted."""

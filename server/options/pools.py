@@ -63,6 +63,42 @@ def read_pools(text: str) -> tuple[Pool, ...]:
     return tuple(pools)
 
 
+def pools_of(text: str | None, num_ranks: int) -> tuple[Pool, ...]:
+    """Return the pools of a service with `num_ranks` ranks. `text` is the value of `--pools`, or None without the flag.
+
+    Raises:
+        OptionsError: The pools have another number of ranks.
+    """
+    if text is None:
+        return single_pool(num_ranks)
+    pools = read_pools(text)
+    if (found := num_ranks_of(pools)) != num_ranks:
+        raise OptionsError(
+            f"--pools {text} has {found} ranks, but the service has {num_ranks}; give each rank to one pool"
+        )
+    return pools
+
+
+def num_ranks_of(pools: Sequence[Pool]) -> int:
+    """Return the number of ranks of all pools."""
+    return sum(pool.num_ranks for pool in pools)
+
+
+def rank_pool_sizes(pools: Sequence[Pool], ranks: Sequence[int]) -> list[int]:
+    """Return, for each of these ranks, the number of ranks of its pool."""
+    return [pool_of(pools, rank).num_ranks for rank in ranks]
+
+
+def have_roles(pools: Sequence[Pool]) -> bool:
+    """Return whether some pool runs one part of a request only, so that requests move between pools."""
+    return any(pool.role is not Role.BOTH for pool in pools)
+
+
+def in_words(pools: Sequence[Pool]) -> str:
+    """Return the pools and their numbers of ranks for people: "prefill 1, decode 2"."""
+    return ", ".join(f"{pool.name} {pool.num_ranks}" for pool in pools)
+
+
 def pool_of(pools: Sequence[Pool], rank: int) -> Pool:
     """Return the pool of a rank of the service."""
     return next(pool for pool in pools if rank in pool.ranks)

@@ -23,6 +23,7 @@ from server.options.flag import OptionsError, add_flags, words_of
 from server.options.foreign.flags import ForeignFlag, judge
 from server.options.foreign.sglang import SGLANG_FLAGS
 from server.options.foreign.vllm import VLLM_FLAGS
+from server.options.pools import have_roles, read_pools
 from server.options.table import CONFIG_FILE, DEMO_MODEL, OPTIONS, Options
 
 API_KEY_VARIABLE = "WIDEEP_API_KEY"  # keys separated by spaces; added to those of --api-key
@@ -323,6 +324,7 @@ def _check_together(options: Options, environment: Mapping[str, str]) -> None:
             "--ssl-certfile does not apply to --uds, whose socket is local to this machine; leave it out"
         )
     _check_tiers(options.engine)
+    _check_pools(options)
     check_certificate(options.http.ssl_certfile, options.http.ssl_keyfile)
     if options.log.otlp_endpoint is not None:
         check_traces(environment)
@@ -338,6 +340,14 @@ def _check_tiers(engine: EngineSettings) -> None:
         flag = "--kv-offloading-size" if engine.kv_offloading_bytes else "--kv-offloading-dir"
         raise OptionsError(
             f"{flag} keeps cached prefixes, but --no-enable-prefix-caching disables the prefix cache; remove one of them"
+        )
+
+
+def _check_pools(options: Options) -> None:
+    if options.pools and have_roles(read_pools(options.pools)) and not options.engine.enable_prefix_caching:
+        raise OptionsError(
+            f"--pools {options.pools} hands requests over through cached prefixes, but --no-enable-prefix-caching disables "
+            "the prefix cache; remove one of them, or give all pools the role both"
         )
 
 

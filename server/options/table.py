@@ -41,6 +41,7 @@ from server.options.flag import (
     whole,
 )
 from server.options.parser_names import REASONING_PARSERS, TOOL_PARSERS
+from server.options.pools import Pool, num_ranks_of, pools_of, read_pools
 
 DEMO_MODEL = "demo"
 FCFS, PRIORITY = "fcfs", "priority"  # scheduling policies
@@ -151,6 +152,11 @@ def _endpoint(name: str, given: Any) -> str:
         raise OptionsError(
             f"{name} is {given!r}; give HOST:PORT, the service's --rdzv-endpoint, such as 10.0.0.1:29400"
         )
+    return str(given)
+
+
+def _pools(name: str, given: Any) -> str:
+    read_pools(text(name, given))
     return str(given)
 
 
@@ -398,6 +404,11 @@ class Options:
         RANKS, "--data-parallel-size", "-dp", read=whole(1), metavar="N",
         default_text="2 on CPU, otherwise one per GPU", help="number of ranks on this node, one process each",
     )  # fmt: skip
+    pools: str | None = flag(
+        RANKS, "--pools", read=_pools, metavar="ROLE:RANKS,...", default_text="one pool with all ranks",
+        help="separate expert groups of consecutive ranks behind one endpoint, such as both:2,both:2 (replicas) or "
+        "prefill:1,decode:2; roles are prefill, decode and both; the same on all nodes (docs/pools.md)",
+    )  # fmt: skip
     join: str | None = flag(
         RANKS, "--join", read=_endpoint, metavar="HOST:PORT",
         help="replace a lost node of the service with this --rdzv-endpoint; for `wideep worker` under a separate torchrun",
@@ -603,6 +614,19 @@ class Options:
     def with_engine(self, **changes: Any) -> "Options":
         """Return options with these settings of the engine replaced."""
         return replace(self, engine=replace(self.engine, **changes))
+
+    @property
+    def given_ranks(self) -> int | None:
+        """Return the given number of ranks: that of all pools, or --data-parallel-size. None if neither is given."""
+        return self.data_parallel_size if self.pools is None else num_ranks_of(read_pools(self.pools))
+
+    def pools_among(self, num_ranks: int) -> tuple[Pool, ...]:
+        """Return the pools of a service with this number of ranks.
+
+        Raises:
+            OptionsError: --pools has another number of ranks.
+        """
+        return pools_of(self.pools, num_ranks)
 
     @property
     def cluster_key(self) -> bytes | None:

@@ -16,6 +16,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from moe.load.checkpoint import CheckpointError
 from moe.load.loader import EXPERTS, WEIGHTS
 from scheduler.assembly import Assembled, assemble
 from scheduler.epochs.heartbeat import Heartbeat
+from scheduler.epochs.orders import by_rank
 from scheduler.policy.config import ConfigError, EngineConfig
 from scheduler.policy.limits import SchedulerLimitsError
 from scheduler.policy.request import RankStats, RequestOutput
@@ -42,6 +44,7 @@ from server.link.rank_link import LinkError, reach
 from server.machine.lines import say
 from server.machine.parent_death import die_with_parent
 from server.options.flag import OptionsError
+from server.options.pools import Pool, pool_of
 from server.options.reading import options_from_json
 from server.options.table import Options
 from server.serve.child_messages import Beat, CacheSize, Leaving, Ready, ServiceAddress, SupervisorPipe
@@ -72,6 +75,8 @@ FAILURES = (
     CheckpointError, ConfigError, DispatchError, GraphError, KVMemoryError, LinkError, LockStepError, NodesDifferError,
     OptionsError, PreflightError, SchedulerLimitsError, UnsupportedModelError, dist.DistError,
 )  # fmt: skip
+# Failures that name ranks as the service counts them. All others are the engine's, which counts the ranks of its pool.
+OF_SERVICE = (LinkError, NodesDifferError, OptionsError, PreflightError)
 
 
 class FrontGoneError(ConnectionError):
@@ -84,19 +89,22 @@ def run_engine(options: Options, *, environment: Mapping[str, str] = os.environ)
         options, environment = options_from_json(order.options, order.environment), order.environment
     die_with_parent()
     place = place_from(environment)
+    pool = pool_of(options.pools_among(place.world_size), place.rank)
     try:
-        _serve(options, place, environment)
+        _serve(options, place, pool, environment)
     except FrontGoneError:
         return FRONT_IS_GONE
     except FAILURES as error:
-        say(f"rank {place.rank}: {type(error).__name__}: {error}", error=True)
+        text = str(error) if isinstance(error, OF_SERVICE) else by_rank(str(error), pool.ranks)
+        say(f"rank {place.rank}: {type(error).__name__}: {text}", error=True)
         return 1
     return 0
 
 
-def _serve(options: Options, place: Place, environment: Mapping[str, str]) -> None:
+def _serve(options: Options, place: Place, pool: Pool, environment: Mapping[str, str]) -> None:
+    """Serve one rank. `place` has its number in the service; the engine gets its number in the pool."""
     num_restarts = num_restarts_of(environment)
-    key = options.cluster_key
+    key, in_pool, prefix = options.cluster_key, _place_in(pool, place), f"pool/{pool.name}"
     store = _own_store(place, environment, key)
     front = _front(place, store, environment, key)
     supervisor = SupervisorPipe(environment)
@@ -105,26 +113,29 @@ def _serve(options: Options, place: Place, environment: Mapping[str, str]) -> No
     loading = loading_of(
         place.rank, is_restart=num_restarts > 0, in_bytes=(WEIGHTS, EXPERTS), environment=environment
     )
+    node = PrefixStore("nodes", store), place, Path(options.model), key, socket.gethostname()
     if num_restarts:
         _check_front(front, options.engine.front_recovery_timeout_s)
         if options.join is not None:
-            check_newcomer(PrefixStore("nodes", store), place, Path(options.model), key, socket.gethostname())
+            check_newcomer(*node, pools=options.pools)
     else:
         if place.world_size > 1:
             loading.note("Waiting for the other ranks")
-        nodes = PrefixStore("nodes", store)
-        check_nodes_together(nodes, place, Path(options.model), key, socket.gethostname(), environment)
-        _join(place, store)
+        check_nodes_together(*node, environment, pools=options.pools)
+        _join(in_pool, PrefixStore(prefix, store))
     loading.note(f"Building the model {options.model} and testing its layers", stage="the model's layers")
-    config = engine_config(options, place)
+    config = engine_config(options, in_pool)
     if config.memory_bytes is None:
         supervisor.send(CacheSize(config.kv_cache_bytes))
     built = assemble(
         config,
-        StoreDoorbell(*(PrefixStore("doorbell", _own_store(place, environment, key)) for _ in range(2))),
+        StoreDoorbell(
+            *(PrefixStore(f"{prefix}/doorbell", _own_store(place, environment, key)) for _ in range(2))
+        ),
         loading,
         lambda: _load_vocabulary(options.model),
-        store=PrefixStore("membership", _own_store(place, environment, key)),
+        store=PrefixStore(f"{prefix}/membership", _own_store(place, environment, key)),
+        host_store=PrefixStore("host", store),
         is_joining=num_restarts > 0,
         available=available_bytes,
     )
@@ -135,9 +146,17 @@ def _serve(options: Options, place: Place, environment: Mapping[str, str]) -> No
     gc.collect()
     gc.freeze()
     try:
-        _walk(built, config, front, supervisor, environment, key)
+        stream = FrontStream(
+            built, config, front, environment, pool=pool, num_ranks=place.world_size, cluster_key=key
+        )
+        _walk(built, config, front, supervisor, stream, num_restarts)
     finally:
         built.engine.close()
+
+
+def _place_in(pool: Pool, place: Place) -> Place:
+    """Return a rank's place among the ranks of its pool. The place on its node stays the same."""
+    return replace(place, rank=place.rank - pool.first_rank, world_size=pool.num_ranks)
 
 
 def _tell_decisions(built: Assembled, loading: Loading) -> None:
@@ -198,12 +217,10 @@ def _walk(
     config: EngineConfig,
     front: dict[str, str],
     supervisor: SupervisorPipe,
-    environment: Mapping[str, str],
-    key: bytes | None,
+    stream: FrontStream,
+    num_restarts: int,
 ) -> None:
     """Attach to the front and run steps until the front or a failure ends them."""
-    num_restarts = num_restarts_of(environment)
-    stream = FrontStream(built, config, front, environment, cluster_key=key)
     is_ready = num_restarts == 0
 
     def on_regrouped(epoch: int) -> None:

@@ -36,6 +36,7 @@ from server.link.messages import (
 )
 from server.link.rank_link import RETRY_S, FrontLost, LinkError, RankLink, RefusedError
 from server.machine.lines import say
+from server.options.pools import Pool
 from server.serve.children import FRONT_IS_GONE
 from server.serve.store.rendezvous import NODE_VARIABLE
 
@@ -55,12 +56,15 @@ class FrontStream:
         front: dict[str, str],
         environment: Mapping[str, str],
         *,
+        pool: Pool,
+        num_ranks: int,
         cluster_key: bytes | None = None,
     ) -> None:
         """Prepare the link; `link.open` attaches.
 
         Args:
             front: The front's addresses and its token.
+            pool: This rank's pool. `num_ranks`: Number of ranks of all pools.
             environment: The environment from the supervisor, with the number of restarts.
         """
         self._built, self._config, self._front, self._cluster_key = built, config, front, cluster_key
@@ -69,9 +73,10 @@ class FrontStream:
         self._lock = threading.Lock()  # between the step loop's thread and the link's
         self._open_ids: set[str] = set()  # requests of the current link
         self._cut_off = Counter[str]()  # requests of broken links, until the engine has ended them
+        self._pool = pool.ranks
         self._facts = RankFacts(
-            rank=config.rank,
-            world_size=config.world_size,
+            rank=pool.ranks[config.rank],
+            world_size=num_ranks,
             host=socket.gethostname(),
             pid=os.getpid(),
             max_model_len=built.max_model_len,
@@ -92,6 +97,7 @@ class FrontStream:
             self._front["token"],
             facts,
             self.receive,
+            pool=self._pool,
             cluster_key=self._cluster_key,
         )
 
@@ -167,7 +173,7 @@ class FrontStream:
 
     def _lose_front(self, reason: str, *, is_broken: bool) -> None:
         """Reconnect to the front, or end this process, because the step loop may be waiting for other ranks."""
-        rank = self._config.rank
+        rank = self._facts.rank
         say(f"rank {rank}: {reason}", error=True)
         if not is_broken:  # the front has dropped this rank
             os._exit(1)
@@ -190,7 +196,7 @@ class FrontStream:
             try:
                 self.link.open(left_s)
             except RefusedError as error:
-                say(f"rank {self._config.rank}: {error}", error=True)
+                say(f"rank {self._facts.rank}: {error}", error=True)
                 return 1
             except LinkError:
                 time.sleep(min(left_s, RETRY_S))

@@ -25,6 +25,7 @@ from server.machine.lines import SCREEN_VARIABLE, say
 from server.machine.report import count
 from server.machine.roots import WIDEEP_COMMAND
 from server.options.flag import OptionsError
+from server.options.pools import rank_pool_sizes
 from server.options.reading import environment_from, handed_on
 from server.options.table import Options
 from server.serve.children import (
@@ -42,12 +43,13 @@ from server.serve.error_file import absences, first_failure
 from server.serve.greeting import greeting, summary
 from server.serve.loading import LoadingScreen, has_screen
 from server.serve.preflight.checkpoint import with_checkpoint
-from server.serve.preflight.checks import check_start, note_on_redundancy
-from server.serve.preflight.device import choose_device, on_device
+from server.serve.preflight.checks import check_start, say_notes
+from server.serve.preflight.device import Device, choose_device, on_device
 from server.serve.preflight.machine import problems_at_start, say_problems
 from server.serve.preflight.memory import usable_cores
 from server.serve.preflight.model import PreflightError
 from server.serve.preflight.probe import capacity_of, is_healthy
+from server.serve.preflight.tiers import with_hand_over
 from server.serve.supervisor import DRAIN_GRACE_S, UNDER_SERVE
 
 AGENT_GRACE_S = 3.2  # the launcher waits for workers, which kill their children after STOP_GRACE_S
@@ -96,19 +98,36 @@ def _prepare(options: Options) -> Options:
     """Resolve the model, fill in the options that all ranks share, and run the preflight checks."""
     if options.join is not None:
         raise OptionsError("`wideep serve` does not accept --join; use `wideep worker` under torchrun")
-    device = choose_device(options.device)
-    ranks = options.data_parallel_size or device.ranks
+    device, asked = choose_device(options.device), options
+    ranks = _num_ranks(options, device)
+    pools = options.pools_among(ranks)
     options = replace(
-        with_checkpoint(on_device(options, device, num_local_ranks=ranks)),
+        with_checkpoint(on_device(with_hand_over(options), device, num_local_ranks=ranks)),
         data_parallel_size=ranks,
         own_cluster_key="" if options.cluster_key_file else secrets.token_hex(32),
     ).with_engine(threads=options.engine.threads or max(1, usable_cores() // ranks))
-    check_start(options, num_ranks=ranks, num_local_ranks=ranks, has_front=True, gpu_bytes=device.free_bytes)
+    check_start(
+        options, pool_sizes=rank_pool_sizes(pools, range(ranks)), has_front=True, gpu_bytes=device.free_bytes
+    )
     say(f"wideep: computing on {device.in_words}")
     say_problems(problems_at_start(options, num_ranks=ranks, has_other_nodes=False))
-    if note := note_on_redundancy(options, ranks):
-        say(f"wideep: {note}")
+    say_notes(asked, options, pools)
     return options if options.port or options.uds else replace(options, port=free_port(options.host))
+
+
+def _num_ranks(options: Options, device: Device) -> int:
+    """Return the number of ranks of all pools, or of the only one.
+
+    Raises:
+        OptionsError: --data-parallel-size and --pools differ.
+    """
+    ranks = options.given_ranks or device.ranks
+    if options.data_parallel_size not in (None, ranks):
+        raise OptionsError(
+            f"--data-parallel-size is {options.data_parallel_size}, but --pools {options.pools} has {ranks} ranks; remove "
+            "--data-parallel-size"
+        )
+    return ranks
 
 
 def _start_agent(options: Options, commands: ServeCommands, log_directory: str, *, draws: bool) -> Child:

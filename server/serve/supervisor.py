@@ -27,6 +27,7 @@ from typing import assert_never
 
 from server.machine.lines import SCREEN_VARIABLE, say
 from server.machine.roots import WIDEEP_COMMAND
+from server.options.pools import in_words
 from server.options.reading import environment_from, handed_on
 from server.options.table import Options
 from server.serve.child_messages import (
@@ -341,10 +342,11 @@ class Supervisor:
         text = f"rank {self._place.rank} lost its connection to the front and left the service"
         if UNDER_SERVE in self._environment or self._place.world_size == self._place.local_world_size:
             return text
+        pools = f" --pools {self._options.pools}" if self._options.pools else ""
         return (
             f"{text}. If the service still runs and can be reached, rejoin it from this node with: torchrun --nnodes 1 "
             f"--nproc-per-node {self._place.local_world_size} --rdzv-backend wideep --rdzv-endpoint localhost:0 "
-            f"--no-python wideep worker {self._options.model} --join {self._environment.get('MASTER_ADDR')}:"
+            f"--no-python wideep worker {self._options.model}{pools} --join {self._environment.get('MASTER_ADDR')}:"
             f"{self._environment.get('MASTER_PORT')}"
         )
 
@@ -420,7 +422,9 @@ class Supervisor:
             seconds, self._ended_s = time.monotonic() - self._ended_s, None
             say(f"wideep: rank {self._place.rank} serves again, after {seconds:.0f} s", error=True)
         elif self._place.local_rank == 0:
-            self._say(f"serving on {self._place.world_size} ranks at {self._http}")
+            pools = in_words(self._options.pools_among(self._place.world_size))
+            of_pools = f" ({pools})" if self._options.pools else ""
+            self._say(f"serving on {self._place.world_size} ranks{of_pools} at {self._http}")
         self._policy.has_served = self._is_serving = True
         self._write_state()
 

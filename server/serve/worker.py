@@ -11,14 +11,16 @@ from server.machine.lines import say
 from server.machine.parent_death import die_with_parent
 from server.machine.roots import WIDEEP_COMMAND
 from server.options.flag import OptionsError
+from server.options.pools import rank_pool_sizes
 from server.options.table import Options
 from server.serve.children import StopSignals, is_gone, kill_if_it_stays, raise_descriptor_limit
 from server.serve.preflight.checkpoint import with_checkpoint
-from server.serve.preflight.checks import check_start, note_on_redundancy
+from server.serve.preflight.checks import check_start, say_notes
 from server.serve.preflight.device import choose_device, on_device
 from server.serve.preflight.machine import problems_at_start, say_problems
 from server.serve.preflight.memory import usable_cores
 from server.serve.preflight.model import PreflightError
+from server.serve.preflight.tiers import with_hand_over
 from server.serve.store.rendezvous import (
     NODE_VARIABLE,
     Place,
@@ -94,17 +96,17 @@ def _prepare(
             f"--data-parallel-size is {ranks}, but torchrun started {place.local_world_size} workers on this node; "
             "remove the flag: torchrun's --nproc-per-node sets the number of ranks"
         )
-    device = choose_device(options.device) if UNDER_SERVE not in environment else None
+    pools = options.pools_among(place.world_size)
+    device, asked = choose_device(options.device) if UNDER_SERVE not in environment else None, options
     if device is not None:
-        options = on_device(options, device, num_local_ranks=place.local_world_size)
+        options = on_device(with_hand_over(options), device, num_local_ranks=place.local_world_size)
     options = replace(with_checkpoint(options), data_parallel_size=place.local_world_size).with_engine(
         threads=options.engine.threads or max(1, usable_cores() // place.local_world_size)
     )
     if place.local_rank == 0 and device is not None:  # under serve, serve has checked already
         check_start(
             options,
-            num_ranks=place.world_size,
-            num_local_ranks=place.local_world_size,
+            pool_sizes=rank_pool_sizes(pools, range(place.rank, place.rank + place.local_world_size)),
             has_front=has_front,
             gpu_bytes=device.free_bytes,
         )
@@ -118,8 +120,7 @@ def _prepare(
                 num_served_ranks=place.world_size if has_front else None,
             )
         )
-        if note := note_on_redundancy(options, place.world_size):
-            say(f"wideep: {note}")
+        say_notes(asked, options, pools)
     return options
 
 

@@ -5,13 +5,16 @@ Reads config.json and the safetensors headers only.
 
 import errno
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from dispatch.wires.availability import why_not_served_by
 from moe.mtp.names import why_no_mtp
 from scheduler.policy.config import why_no_compiler, why_no_fp8_rows, why_no_nodes
+from server.machine.lines import say
 from server.machine.model_fields import num_experts
+from server.options.pools import Pool
 from server.options.table import Options
 from server.serve.preflight.memory import (
     ExpertMemory,
@@ -33,15 +36,14 @@ from server.serve.preflight.model import (
     read_headers,
     why_unfit,
 )
-from server.serve.preflight.tiers import check_tiers
+from server.serve.preflight.tiers import check_tiers, note_on_hand_over
 from server.serve.preflight.unix_socket import check_path
 
 
 def check_start(
     options: Options,
     *,
-    num_ranks: int,
-    num_local_ranks: int,
+    pool_sizes: Sequence[int],
     has_front: bool,
     gpu_bytes: int | None = None,
 ) -> None:
@@ -49,8 +51,7 @@ def check_start(
 
     Args:
         options: The options; `model` is a directory.
-        num_ranks: Number of ranks of the whole service.
-        num_local_ranks: Number of ranks on this node.
+        pool_sizes: For each rank on this node, the number of ranks of its pool.
         has_front: Whether this node listens on the HTTP port.
         gpu_bytes: Free memory of a rank's GPU; None on a CPU.
 
@@ -58,27 +59,31 @@ def check_start(
         PreflightError: The first problem found.
         OptionsError: --uds is unusable.
     """
-    check_choices(options, num_ranks)
-    weights = check_files(options, num_ranks)
-    check_room(options, weights, num_ranks=num_ranks, num_local_ranks=num_local_ranks, gpu_bytes=gpu_bytes)
+    check_choices(options, pool_sizes)
+    weights = check_files(options, pool_sizes)
+    check_room(options, weights, pool_sizes=pool_sizes, gpu_bytes=gpu_bytes)
     if has_front:
         check_listener(options)
 
 
-def check_choices(options: Options, num_ranks: int) -> None:
-    """Check the options against the machine and the number of ranks, without reading the model.
+def check_choices(options: Options, pool_sizes: Sequence[int]) -> None:
+    """Check the options against the machine and the numbers of ranks, without reading the model.
+
+    Args:
+        pool_sizes: As for `check_start`.
 
     Raises:
         PreflightError: The first problem found.
     """
-    check_backend(options.engine.all2all_backend, num_ranks, on_gpus=options.device == "cuda")
-    check_nodes(options.engine.dispatch_node_size, num_ranks, on_gpus=options.device == "cuda")
+    for num_ranks in sorted(set(pool_sizes)):
+        check_backend(options.engine.all2all_backend, num_ranks, on_gpus=options.device == "cuda")
+        check_nodes(options.engine.dispatch_node_size, num_ranks, on_gpus=options.device == "cuda")
     check_compiler(options)
     check_activations(options)
 
 
-def check_files(options: Options, num_ranks: int) -> WeightBytes:
-    """Check the model's files and return their size in memory.
+def check_files(options: Options, pool_sizes: Sequence[int]) -> WeightBytes:
+    """Check the model's files and return their size in memory. `pool_sizes` is as for `check_start`.
 
     Raises:
         PreflightError: The first problem found.
@@ -90,29 +95,34 @@ def check_files(options: Options, num_ranks: int) -> WeightBytes:
     check_length(config, options.engine.max_model_len)
     check_mtp(config, directory, options)
     weights = weight_bytes(directory, config, float_bytes(options), has_mtp=options.engine.has_mtp)
-    check_placement(options.engine.expert_placement, weights, config, num_ranks)
+    for num_ranks in sorted(set(pool_sizes)):
+        check_placement(options.engine.expert_placement, weights, config, num_ranks)
     return weights
 
 
 def check_room(
-    options: Options, weights: WeightBytes, *, num_ranks: int, num_local_ranks: int, gpu_bytes: int | None
+    options: Options, weights: WeightBytes, *, pool_sizes: Sequence[int], gpu_bytes: int | None
 ) -> ExpertMemory:
-    """Check that this node's ranks and tiers fit into its memory, and return the size of a rank's experts.
+    """Check that this node's ranks and tiers fit into its memory, and return the size of the experts of its largest rank.
+
+    Args:
+        pool_sizes: As for `check_start`.
 
     Raises:
         PreflightError: They do not fit.
     """
-    experts = rank_experts(weights, read_config(Path(options.model)), options, num_ranks)
+    config = read_config(Path(options.model))
+    experts = [rank_experts(weights, config, options, num_ranks) for num_ranks in pool_sizes]
+    largest = max(experts, key=lambda each: each.serving)
     host_bytes = available_bytes()
     needed = check_memory(
         weights,
-        experts,
+        experts if gpu_bytes is None else [largest],  # each rank has its own GPU
         options,
-        num_local_ranks=num_local_ranks if gpu_bytes is None else 1,
         free_bytes=host_bytes if gpu_bytes is None else gpu_bytes,
     )
     check_tiers(options.engine, ranks_bytes=needed if gpu_bytes is None else 0, free_bytes=host_bytes)
-    return experts
+    return largest
 
 
 def check_listener(options: Options) -> None:
@@ -128,8 +138,19 @@ def check_listener(options: Options) -> None:
         check_path(options.uds)
 
 
+def say_notes(asked: Options, options: Options, pools: Sequence[Pool]) -> None:
+    """Log the defaults that a user might not expect: `asked` are the options as given, `options` those that serve."""
+    sizes = dict.fromkeys(pool.num_ranks for pool in pools)
+    for note in (
+        note_on_hand_over(asked, options),
+        *(note_on_redundancy(options, num_ranks) for num_ranks in sizes),
+    ):
+        if note is not None:
+            say(f"wideep: {note}")
+
+
 def note_on_redundancy(options: Options, num_ranks: int) -> str | None:
-    """Return a note if the number of redundant experts was rounded up to give all ranks the same number of slots.
+    """Return a note if the number of redundant experts was rounded up to give all ranks of a pool the same number of slots.
 
     Args:
         options: Options that `check_start` has accepted.

@@ -152,6 +152,7 @@ def compare(names: Sequence[str], facts: Sequence[Mapping[str, Any]]) -> list[Ch
     checks += _compare_gpus(names, [each["gpus"] for each in facts])
     checks.append(_compare_checkpoints(names, [each["files"] for each in facts]))
     checks.append(_compare_keys(names, [each["key"] for each in facts]))
+    checks += _compare_pools(names, [each.get("pools") for each in facts])
     processors = [each["processor"] for each in facts]
     if len(set(processors)) > 1:
         text = f"the processors differ: {_who_has(names, processors)}"
@@ -233,6 +234,14 @@ def _compare_keys(names: Sequence[str], keys: Sequence[str | None]) -> Check:
         return ok("cluster key", f"equal on all {len(names)} nodes")
     which = _who_has(names, ["none" if each is None else f"key {each[:4]}..." for each in keys])
     return failure("cluster key", f"the cluster keys differ: {which}", SAME_KEY)
+
+
+def _compare_pools(names: Sequence[str], pools: Sequence[str | None]) -> list[Check]:
+    """Return a failure if the nodes were started with different pools."""
+    if len(set(pools)) == 1:
+        return []
+    found = _who_has(names, [each or "" for each in pools], missing="none")
+    return [failure("pools", f"the nodes have different --pools: {found}", "give all nodes the same")]
 
 
 def _who_has(names: Sequence[str], values: Sequence[str], *, missing: str = "not installed") -> str:

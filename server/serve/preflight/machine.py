@@ -320,17 +320,19 @@ def check_http(options: Options) -> Check:
 
 
 def check_model(
-    options: Options, *, num_ranks: int, num_local_ranks: int, gpu_bytes: int | None
+    options: Options, *, pool_sizes: Sequence[int], num_ranks: int, gpu_bytes: int | None
 ) -> Iterator[Check]:
     """Check a model's files and whether a node's ranks fit, as at a start.
 
     Args:
-        options: The options; `model` is a directory. num_ranks: Number of ranks on all nodes.
+        options: The options; `model` is a directory.
+        pool_sizes: For each rank on this node, the number of ranks of its pool.
+        num_ranks: Number of ranks on all nodes.
         gpu_bytes: Smallest free memory of all GPUs; None on a CPU.
     """
     try:
-        check_choices(options, num_ranks)
-        weights = check_files(options, num_ranks)
+        check_choices(options, pool_sizes)
+        weights = check_files(options, pool_sizes)
         files = safetensors_files(Path(options.model))
         size = sum(path.stat().st_size for path in files)
         kind = read_config(Path(options.model)).get("model_type", "unknown")
@@ -342,20 +344,19 @@ def check_model(
         yield failure("model files", str(error))
         return
     try:
-        experts = check_room(
-            options, weights, num_ranks=num_ranks, num_local_ranks=num_local_ranks, gpu_bytes=gpu_bytes
-        )
+        experts = check_room(options, weights, pool_sizes=pool_sizes, gpu_bytes=gpu_bytes)
     except PreflightError as error:
         yield failure("memory", str(error))
         return
     free = available_bytes() if gpu_bytes is None else gpu_bytes
     where = (
-        f"{gib(free)} free on this node (local ranks: {num_local_ranks})"
+        f"{gib(free)} free on this node (local ranks: {len(pool_sizes)})"
         if gpu_bytes is None
         else f"{gib(free)} free on a GPU"
     )
+    which = "each" if len(set(pool_sizes)) == 1 else "the largest"
     yield ok(
-        "memory", f"each of {num_ranks} ranks holds {gib(weights.shared + experts.serving)} of weights; {where}",
+        "memory", f"{which} of {num_ranks} ranks holds {gib(weights.shared + experts.serving)} of weights; {where}",
         rank_bytes=weights.shared + experts.serving + experts.spare, free_bytes=free,
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,6 +54,14 @@ def available_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = _CGROU
             )
             available = min(available, int(limit) - int(usage) + cache)  # page cache can be reclaimed
     return max(0, available)
+
+
+def total_bytes(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = _CGROUP) -> int:
+    """Return the memory of this machine, capped by the container's limit. The same for all processes at all times."""
+    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    total = int(fields["MemTotal"].split()[0]) * 1024
+    limits = [_read(cgroup / name) for name in ("memory.max", "memory/memory.limit_in_bytes")]
+    return min([total, *(int(limit) for limit in limits if limit.isdigit())])
 
 
 def _read(path: Path) -> str:
@@ -268,23 +276,28 @@ def value_dims(config: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def check_memory(
-    weights: WeightBytes, experts: ExpertMemory, options: Options, *, num_local_ranks: int, free_bytes: int
+    weights: WeightBytes, experts: Sequence[ExpertMemory], options: Options, *, free_bytes: int
 ) -> int:
     """Return the memory that this node's ranks need: weights, spare slots, a given KV cache, processes.
+
+    Args:
+        experts: Memory of each rank's experts. Ranks of smaller pools hold more of them.
 
     Raises:
         PreflightError: It exceeds `free_bytes`.
     """
-    rank_weights, cache = weights.shared + experts.serving, options.engine.kv_cache_bytes or 0
-    needed = num_local_ranks * (rank_weights + experts.spare + cache + _PROCESS_BYTES)
+    cache = options.engine.kv_cache_bytes or 0
+    needed = sum(weights.shared + each.serving + each.spare + cache + _PROCESS_BYTES for each in experts)
     if needed <= free_bytes:
         return needed
-    spare = f" + {gib(experts.spare)} for moving experts" if experts.spare else ""
+    largest = max(experts, key=lambda each: each.serving)
+    spare = f" + {gib(largest.spare)} for moving experts" if largest.spare else ""
     kv = f" + {gib(cache)} of KV cache" if cache else ""
+    which = "Each rank holds" if len(set(experts)) == 1 else "The largest rank, of the smallest pool, holds"
     raise PreflightError(
-        f"{num_local_ranks} rank{'s' if num_local_ranks > 1 else ''} on this node would need about {gib(needed)}, but only "
-        f"{gib(free_bytes)} is free. Each rank holds {gib(rank_weights)} of weights ({gib(weights.shared)} on "
-        f"every rank, and {gib(experts.serving)} for {experts.slots_per_rank} experts of each layer, out of "
+        f"{len(experts)} rank{'s' if len(experts) > 1 else ''} on this node would need about {gib(needed)}, but only "
+        f"{gib(free_bytes)} is free. {which} {gib(weights.shared + largest.serving)} of weights ({gib(weights.shared)} on "
+        f"every rank, and {gib(largest.serving)} for {largest.slots_per_rank} experts of each layer, out of "
         f"{gib(weights.experts)} for all experts){spare}{kv} + {gib(_PROCESS_BYTES)} for its process. Use fewer ranks per "
         "node, more nodes, fewer redundant experts, --dtype bfloat16, a smaller --kv-cache-memory or a smaller model"
     )

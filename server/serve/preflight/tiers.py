@@ -9,8 +9,38 @@ import os
 from pathlib import Path
 
 from scheduler.policy.config import EngineSettings
-from server.serve.preflight.memory import gib
+from server.options.pools import have_roles, read_pools
+from server.options.table import Options
+from server.serve.preflight.memory import gib, total_bytes
 from server.serve.preflight.model import PreflightError
+
+# Pools hand requests over through host memory. Its size need only cover the requests that are on the way; more keeps prefixes.
+HAND_OVER_SHARE = 0.1  # of this machine's memory
+
+
+def with_hand_over(options: Options, *, machine_bytes: int | None = None) -> Options:
+    """Return options with a tier in host memory if pools hand requests over and none is given.
+
+    The size depends on the machine only, so that all processes of a node compute the same one.
+
+    Args:
+        machine_bytes: Memory of the machine. None measures it.
+    """
+    is_needed = options.pools is not None and have_roles(read_pools(options.pools))
+    if not is_needed or options.engine.kv_offloading_bytes:
+        return options
+    machine_bytes = total_bytes() if machine_bytes is None else machine_bytes
+    return options.with_engine(kv_offloading_bytes=int(machine_bytes * HAND_OVER_SHARE))
+
+
+def note_on_hand_over(asked: Options, options: Options) -> str | None:
+    """Return a note on the tier that `with_hand_over` has added, or None if it has added none."""
+    if asked.engine.kv_offloading_bytes == options.engine.kv_offloading_bytes:
+        return None
+    return (
+        f"the pools share {gib(options.engine.kv_offloading_bytes)} of host memory for handing requests over, "
+        f"{HAND_OVER_SHARE:.0%} of this machine's by default (--kv-offloading-size)"
+    )
 
 
 def check_tiers(engine: EngineSettings, *, ranks_bytes: int, free_bytes: int) -> None:

@@ -82,7 +82,14 @@ class StoreMeeting:
 
 
 def check_nodes_together(
-    store: Store, place: Place, model: Path, key: bytes | None, host: str, environment: Mapping[str, str]
+    store: Store,
+    place: Place,
+    model: Path,
+    key: bytes | None,
+    host: str,
+    environment: Mapping[str, str],
+    *,
+    pools: str | None = None,
 ) -> None:
     """Compare this node with the others and test the links, at the start. Collective among the nodes' first ranks.
 
@@ -93,7 +100,7 @@ def check_nodes_together(
     if place.local_rank or place.world_size == place.local_world_size:
         return
     meeting = StoreMeeting(store, place, host)
-    facts = facts_to_compare(model, key)
+    facts = {**facts_to_compare(model, key), "pools": pools}
     checks = compare(meeting.names, meeting.gather("facts", facts, 0.0))
     taken = gloo_takes(environment, find_interfaces(), host)
     with listening(taken) as port:
@@ -103,7 +110,9 @@ def check_nodes_together(
     _refuse(checks, tells=place.rank == 0)
 
 
-def check_newcomer(store: Store, place: Place, model: Path, key: bytes | None, host: str) -> None:
+def check_newcomer(
+    store: Store, place: Place, model: Path, key: bytes | None, host: str, *, pools: str | None = None
+) -> None:
     """Compare a joining node with the facts on which the first nodes agreed. Local.
 
     Raises:
@@ -111,11 +120,8 @@ def check_newcomer(store: Store, place: Place, model: Path, key: bytes | None, h
     """
     if place.local_rank or not store.check([_AGREED]):
         return
-    agreed = json.loads(store.get(_AGREED))
-    _refuse(
-        compare(["the service", f"{host} (rank {place.rank})"], [agreed, facts_to_compare(model, key)]),
-        tells=True,
-    )
+    agreed, own = json.loads(store.get(_AGREED)), {**facts_to_compare(model, key), "pools": pools}
+    _refuse(compare(["the service", f"{host} (rank {place.rank})"], [agreed, own]), tells=True)
 
 
 def _refuse(checks: list[Check], *, tells: bool) -> None:

@@ -15,6 +15,8 @@ from typing import NamedTuple
 from server.machine.interfaces import Taken, gloo_takes, other_interface
 from server.machine.lines import say
 from server.machine.report import Check, CheckReport, failure, not_here, ok, warning
+from server.options.flag import OptionsError
+from server.options.pools import Pool, num_ranks_of, rank_pool_sizes, single_pool
 from server.options.reading import said_in
 from server.options.table import Options
 from server.serve.preflight.checkpoint import with_checkpoint
@@ -22,6 +24,7 @@ from server.serve.preflight.device import NO_FACTS, Device, choose_device, on_de
 from server.serve.preflight.equal import facts_to_compare
 from server.serve.preflight.machine import Machine, check_machine, check_model
 from server.serve.preflight.model import PreflightError
+from server.serve.preflight.tiers import with_hand_over
 from server.serve.store.links import Gathers
 from server.serve.store.meeting import Endpoint, Meeting, MeetingError, meet
 from server.tools.doctor.between_nodes import DispatchTrial, check_together, check_ways, sizes_of, tokens_of
@@ -38,8 +41,17 @@ class _Node(NamedTuple):
     options: Options  # `model` is a directory if a model was found
     device: Device
     num_ranks: int  # on this node
+    pools: tuple[Pool, ...]  # of all nodes
     directory: Path | None  # of the model
     checks: tuple[Check, ...]  # failures so far
+
+    @property
+    def pool_sizes(self) -> list[int]:
+        """For each rank on a node, the number of ranks of its pool. It is unknown which node this is, so the one that
+        needs the most memory: ranks of small pools hold the most experts."""
+        sizes = rank_pool_sizes(self.pools, range(num_ranks_of(self.pools)))
+        nodes = [sizes[first : first + self.num_ranks] for first in range(0, len(sizes), self.num_ranks)]
+        return max(nodes, key=lambda node: sum(1 / size for size in node))
 
 
 def run_doctor(args: argparse.Namespace, options: Options, machine: Machine | None = None) -> int:
@@ -73,8 +85,15 @@ def _find_node(args: argparse.Namespace, options: Options) -> _Node:
         checks.append(failure("device", str(error)))
         device = Device(name="cpu", reason=str(error), facts=NO_FACTS)
     num_ranks = args.nproc_per_node or options.data_parallel_size or device.ranks
+    if options.pools is not None and args.nproc_per_node is None:
+        num_ranks = max(1, (options.given_ranks or 1) // args.nnodes)
     try:
-        options = on_device(options, device, num_local_ranks=num_ranks)
+        pools = options.pools_among(num_ranks * args.nnodes)
+    except OptionsError as error:
+        checks.append(failure("pools", str(error)))
+        pools = single_pool(num_ranks * args.nnodes)
+    try:
+        options = on_device(with_hand_over(options), device, num_local_ranks=num_ranks)
     except PreflightError as error:
         checks.append(failure("device", str(error)))
         options = on_device(options, device, num_local_ranks=device.ranks)
@@ -84,7 +103,8 @@ def _find_node(args: argparse.Namespace, options: Options) -> _Node:
             directory = Path(options.model)
         except PreflightError as error:
             checks.append(failure("model files", str(error)))
-    return _Node(replace(options, data_parallel_size=num_ranks), device, num_ranks, directory, tuple(checks))
+    options = replace(options, data_parallel_size=num_ranks)
+    return _Node(options, device, num_ranks, pools, directory, tuple(checks))
 
 
 def _check_alone(
@@ -104,8 +124,8 @@ def _check_alone(
     if node.directory is not None:
         yield from check_model(
             node.options,
+            pool_sizes=node.pool_sizes,
             num_ranks=node.num_ranks * args.nnodes,
-            num_local_ranks=node.num_ranks,
             gpu_bytes=node.device.free_bytes,
         )
     elif not any(check.name == "model files" for check in node.checks):

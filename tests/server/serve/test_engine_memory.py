@@ -9,6 +9,7 @@ import torch
 
 from scheduler.policy.config import EngineConfig
 from scheduler.step.sizing import WORKSPACE_BYTES, KVMemoryError
+from server.options.pools import single_pool
 from server.options.table import Options
 from server.serve import engine
 from server.serve.preflight.memory import AttentionHeads
@@ -16,6 +17,7 @@ from server.serve.store.rendezvous import Place
 
 STUBS = (
     "_own_store", "address_elsewhere", "check_nodes_together", "PrefixStore", "StoreDoorbell", "_join", "_tell_decisions",
+    "FrontStream",
 )  # fmt: skip
 
 
@@ -53,11 +55,11 @@ def test_serving_begins_with_all_loaded_objects_frozen_and_no_garbage(
     monkeypatch.setattr(engine, "_walk", walk)
     before = gc.get_freeze_count()
     try:
-        options: Any = SimpleNamespace(cluster_key=None, model="m", join=None)
+        options: Any = SimpleNamespace(cluster_key=None, model="m", join=None, pools=None)
         place = Place(
             rank=0, world_size=1, local_rank=0, local_world_size=1, master_addr="127.0.0.1", master_port=1
         )
-        engine._serve(options, place, {})
+        engine._serve(options, place, single_pool(1)[0], {})
         ((has_garbage, is_tracked, frozen),) = seen
         assert not has_garbage and not is_tracked and frozen > before
     finally:

@@ -15,6 +15,7 @@ from scheduler.policy.config import EngineConfig
 from scheduler.policy.request import FinishReason, Request, RequestOutput, SamplingParams
 from server.link.messages import MemoryUse, RankFacts, Regrouped, Submit, ToRank
 from server.link.rank_link import FrontLost, LinkError, RefusedError
+from server.options.pools import single_pool
 from server.serve import front_stream
 from server.serve.children import FRONT_IS_GONE
 from server.serve.front_stream import FrontStream
@@ -42,6 +43,7 @@ class Link:
         facts: RankFacts,
         receive: Callable[[ToRank | FrontLost], None],
         *,
+        pool: range,
         cluster_key: bytes | None,
     ) -> None:
         self.facts.append(facts)
@@ -72,7 +74,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> FrontStream:
     built.relocation.placement, built.model.layers = HOME, [None]
     environment = {"WIDEEP_RESTARTS": "1", "WIDEEP_RESTARTABLE_IN_S": "4.5"}
     config = EngineConfig(directory=Path(), kv_cache_bytes=1, rank=2, world_size=3)
-    return FrontStream(built, config, FRONT, environment)
+    return FrontStream(built, config, FRONT, environment, pool=single_pool(3)[0], num_ranks=3)
 
 
 def submit(name: str) -> Submit:

@@ -81,6 +81,28 @@ def test_a_newcomer_with_another_checkpoint_is_refused(store: HashStore, tmp_pat
         check_newcomer(store, place(2, of=4), other, None, "new")
 
 
+def test_nodes_with_other_pools_are_refused(store: HashStore, tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path)
+
+    def check(node: int) -> None:
+        pools = ("both:2,both:2", "both:4")[node]
+        check_nodes_together(
+            store, place(2 * node, of=4), model, None, f"host{node}", ON_LOOPBACK, pools=pools
+        )
+
+    with concurrent.futures.ThreadPoolExecutor(2) as threads:
+        found = [threads.submit(check, node).exception(TIMEOUT_S) for node in range(2)]
+    for each in found:
+        assert isinstance(each, NodesDifferError)
+        assert "both:2,both:2 on host0 (rank 0), both:4 on host1 (rank 2): give all nodes the same" in str(
+            each
+        )
+    with pytest.raises(
+        NodesDifferError, match=r"different --pools: both:2,both:2 on the service, none on new"
+    ):
+        check_newcomer(store, place(2, of=4), model, None, "new")
+
+
 def test_nobody_is_asked_on_one_node_or_of_a_nodes_other_ranks(store: HashStore, tmp_path: Path) -> None:
     for where in (place(1, of=4, local=1), place(0, of=2)):
         check_nodes_together(store, where, tmp_path / "none", None, "host", {})

@@ -215,6 +215,16 @@ def test_a_port_in_use_is_one_line_before_anything_starts(tmp_path: Path) -> Non
             assert service.pids() == {}
 
 
+def test_pools_and_another_number_of_ranks_are_one_line_before_anything_starts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["serve", "m", "--device=cpu", "--pools=both:1,both:1", "-dp=3"]
+    assert serve.run_serve(options_from(build_parser().parse_args(words), {})) == 1
+    assert (
+        "--data-parallel-size is 3, but --pools both:1,both:1 has 2 ranks; remove" in capsys.readouterr().err
+    )
+
+
 def test_the_greeting_has_the_url_a_curl_line_and_the_chat_command() -> None:
     options = options_from(
         build_parser().parse_args(["serve", "m", "--host=0.0.0.0", "--served-model-name=it's"]), {}

@@ -23,12 +23,12 @@ from tests.support.service.starts import options_for
 
 @pytest.mark.usefixtures("much_memory")
 def test_a_good_model_passes(tmp_path: Path) -> None:
-    check_start(options_for(write_checkpoint(tmp_path)), num_ranks=2, num_local_ranks=2, has_front=True)
+    check_start(options_for(write_checkpoint(tmp_path)), pool_sizes=[2, 2], has_front=True)
 
 
 @pytest.mark.usefixtures("much_memory")
 def test_more_ranks_than_experts_are_allowed(tmp_path: Path) -> None:
-    check_start(options_for(write_checkpoint(tmp_path)), num_ranks=7, num_local_ranks=1, has_front=False)
+    check_start(options_for(write_checkpoint(tmp_path)), pool_sizes=[7], has_front=False)
 
 
 @pytest.mark.usefixtures("much_memory")
@@ -36,7 +36,7 @@ def test_a_placement_for_the_model_and_the_ranks_passes_and_its_slots_count(tmp_
     model, file = write_checkpoint(tmp_path / "model"), tmp_path / "placement.json"
     save_placement(random_placement(1, 4, 2, 3, seed=1), file)
     options = options_for(model, f"--expert-placement={file}")
-    check_start(options, num_ranks=2, num_local_ranks=2, has_front=True)
+    check_start(options, pool_sizes=[2, 2], has_front=True)
     weights = weight_bytes(model, CONFIG, 4)
     assert rank_experts(weights, CONFIG, options, 2).slots_per_rank == 3
 
@@ -72,7 +72,7 @@ def test_more_redundant_experts_than_ranks_have_a_use_for_are_refused_in_the_ran
     with pytest.raises(
         PreflightError, match=f"use for at most {most} in addition to the model's 4 experts"
     ) as early:
-        check_start(options, num_ranks=num_ranks, num_local_ranks=num_ranks, has_front=False)
+        check_start(options, pool_sizes=[num_ranks] * num_ranks, has_front=False)
     with pytest.raises(ConfigError) as late:
         start_placement(1, 4, num_ranks, eplb=options.engine.eplb_config, hosts=("a",) * num_ranks, file=None)
     assert str(early.value) == f"--eplb-config: {late.value}"

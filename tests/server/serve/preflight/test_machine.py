@@ -288,7 +288,7 @@ def test_a_models_files_and_its_memory_at_n_ranks_are_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fits = replace(options(), model=str(write_checkpoint(tmp_path / "model")), device="cpu")
-    of = lambda: list(doctor.check_model(fits, num_ranks=4, num_local_ranks=2, gpu_bytes=None))  # noqa: E731
+    of = lambda: list(doctor.check_model(fits, pool_sizes=[4, 4], num_ranks=4, gpu_bytes=None))  # noqa: E731
     files, memory = of()
     assert files.text == "mixtral, 1 weight file of 0.0 GiB, complete"
     assert memory.text.startswith("each of 4 ranks holds 0.0 GiB of weights; ")

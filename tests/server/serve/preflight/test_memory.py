@@ -98,7 +98,7 @@ def test_too_many_ranks_for_the_memory_are_refused_with_the_numbers(tmp_path: Pa
     assert experts == (4, 2 << 30, 1 << 28), "four of sixteen experts: of all layers, and of one of the eight"
 
     def check(free_gib: int) -> None:
-        check_memory(weights, experts, options, num_local_ranks=2, free_bytes=free_gib << 30)
+        check_memory(weights, [experts] * 2, options, free_bytes=free_gib << 30)
 
     check(12)
     complaint = complaint_of(lambda: check(11))
@@ -110,6 +110,21 @@ def test_too_many_ranks_for_the_memory_are_refused_with_the_numbers(tmp_path: Pa
         "1.0 GiB of KV",
     ):
         assert number in complaint
+
+
+def test_each_rank_counts_with_the_experts_of_its_pool(tmp_path: Path) -> None:
+    """A rank alone in its pool holds all experts, and each of a pair only half of them."""
+    options = options_for(tmp_path)
+    weights = WeightBytes(shared=1 << 30, experts=8 << 30, expert_layers=8)
+    alone, one_of_two = (rank_experts(weights, {"num_experts": 16}, options, size) for size in (1, 2))
+    experts = [alone, one_of_two, one_of_two]
+    needed = check_memory(weights, experts, options, free_bytes=64 << 30)
+    processes = needed - 3 * weights.shared - sum(each.serving + each.spare for each in experts)
+    assert sum(each.serving for each in experts) == 16 << 30 and 0 < processes < 1 << 30
+    complaint = complaint_of(lambda: check_memory(weights, experts, options, free_bytes=needed - 1))
+    assert complaint.startswith("3 ranks on this node would need about 20.")
+    assert "The largest rank, of the smallest pool, holds 9.0 GiB of weights" in complaint
+    assert "8.0 GiB for 16 experts of each layer" in complaint
 
 
 def test_redundant_experts_and_a_placements_slots_are_counted(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ Refused = Callable[[Path], object]  # receives an empty directory and performs t
 
 def check(options: Options, num_ranks: int = 2) -> None:
     """Check as serve does."""
-    check_start(options, num_ranks=num_ranks, num_local_ranks=num_ranks, has_front=True)
+    check_start(options, pool_sizes=[num_ranks] * num_ranks, has_front=True)
 
 
 def start(*flags: str, num_ranks: int = 2, **config: object) -> Refused:

@@ -8,7 +8,8 @@ import pytest
 from scheduler.policy.config import EngineSettings
 from server.serve.preflight import tiers
 from server.serve.preflight.kv_share import cpu_cache_bytes
-from server.serve.preflight.tiers import check_tiers
+from server.serve.preflight.memory import total_bytes
+from server.serve.preflight.tiers import check_tiers, note_on_hand_over, with_hand_over
 from tests.support.service.starts import complaint_of, options_for
 
 GIB = 1 << 30
@@ -80,3 +81,35 @@ def test_the_default_kv_cache_is_a_share_of_what_the_tier_leaves(tmp_path: Path)
 
     assert default_of() == 12 * GIB // 8 - GIB // 4
     assert default_of("--kv-offloading-size=4") == 8 * GIB // 8 - GIB // 4
+
+
+def test_pools_that_hand_requests_over_get_a_share_of_the_machine_s_memory(tmp_path: Path) -> None:
+    asked = options_for(tmp_path, "--pools=prefill:1,decode:1")
+    options = with_hand_over(asked, machine_bytes=40 * GIB)
+    assert options.engine.kv_offloading_bytes == 4 * GIB
+    note = note_on_hand_over(asked, options)
+    assert note and "4.0 GiB" in note and "10% of this machine's by default (--kv-offloading-size)" in note
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        (),
+        ("--pools=both:1,both:1",),
+        ("--pools=prefill:1,decode:1", "--kv-offloading-size=2"),
+    ],
+)
+def test_other_services_keep_the_tiers_that_they_were_given(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    asked = options_for(tmp_path, *flags)
+    options = with_hand_over(asked, machine_bytes=40 * GIB)
+    assert options == asked and note_on_hand_over(asked, options) is None
+
+
+def test_the_machine_s_memory_is_that_of_the_container(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 4096 kB\nMemAvailable: 100 kB\n")
+    assert total_bytes(meminfo, tmp_path) == 4 << 20
+    (tmp_path / "memory.max").write_text("max\n")
+    assert total_bytes(meminfo, tmp_path) == 4 << 20
+    (tmp_path / "memory.max").write_text("1048576\n")
+    assert total_bytes(meminfo, tmp_path) == 1 << 20

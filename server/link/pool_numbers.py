@@ -1,0 +1,53 @@
+"""Translate the numbers of ranks in messages: engines count the ranks of their pool from 0, the front those of the service.
+
+A rank's end of the link does this, so neither the engine nor the front knows both numbers.
+"""
+
+from dataclasses import replace
+from typing import assert_never
+
+from scheduler.epochs.heartbeat import Heartbeat
+from scheduler.epochs.orders import Order, by_rank
+from scheduler.moves.reports import ExpertMap, LoadReport
+from server.link.messages import (
+    Fault,
+    FromRank,
+    MemoryUse,
+    PlacementUpdate,
+    Regrouped,
+    StepOutput,
+    ToRank,
+)
+
+
+def to_service(message: FromRank, pool: range) -> FromRank:
+    """Return an engine's message with the numbers of the service.
+
+    Args:
+        pool: The numbers in the service of the ranks of the engine's pool.
+    """
+    if pool.start == 0:
+        return message
+    match message:
+        case StepOutput(outputs, stats):
+            return StepOutput(outputs, stats and replace(stats, rank=pool[stats.rank]))
+        case Heartbeat(rank):
+            return message._replace(rank=pool[rank])
+        case LoadReport():
+            return replace(message, rank=pool[message.rank])
+        case PlacementUpdate(report):
+            reason = by_rank(report.reason, pool)
+            return message._replace(report=replace(report, rank=pool[report.rank], reason=reason))
+        case Fault(_, reason):
+            return message._replace(reason=by_rank(reason, pool))
+        case ExpertMap() | Regrouped() | MemoryUse():  # they name no rank
+            return message
+        case _:
+            assert_never(message)
+
+
+def to_pool(message: ToRank, pool: range) -> ToRank:
+    """Return a message of the front with the numbers of the engine's pool. `pool` is as for `to_service`."""
+    if isinstance(message, Order) and pool.start:
+        return message._replace(members=tuple(map(pool.index, message.members)))
+    return message
