@@ -74,7 +74,10 @@ def open_host(
 
     def open_memory(name: str, layout: RecordLayout, size: int) -> RecordStore:
         fd = _make_memory(_new_name()) if store is None else _share_memory(store, f"{host} {name}")
-        return RecordStore(fd, layout, size, name="host memory (--kv-offloading-size)", secret=secret)
+        # States and blocks share the bytes as in a rank's own cache, and the caches of two ranks differ a little.
+        return RecordStore(
+            fd, layout, size, name="host memory (--kv-offloading-size)", secret=secret, keeps_size=True
+        )
 
     return _open("host", kinds, num_bytes, open_memory)
 

@@ -87,7 +87,14 @@ class RecordStore:
     """The records of one file. One thread at a time may write; any may read."""
 
     def __init__(
-        self, fd: int, layout: RecordLayout, num_bytes: int, *, name: str, secret: bytes | None = None
+        self,
+        fd: int,
+        layout: RecordLayout,
+        num_bytes: int,
+        *,
+        name: str,
+        secret: bytes | None = None,
+        keeps_size: bool = False,
     ) -> None:
         """Open the store in a file. Format the file if it is empty, or of another size or version of the software.
 
@@ -96,6 +103,7 @@ class RecordStore:
             num_bytes: Most bytes of the file. One of another size is emptied.
             name: The file's name in messages.
             secret: Of a new file: 32 bytes that key the hash of prefixes. None draws them.
+            keeps_size: Use a file of another size as it is.
 
         Raises:
             StoreError: The file is not a store, or that of another model, or must be emptied while others use it, or
@@ -106,18 +114,19 @@ class RecordStore:
         num_records = num_records_in(num_bytes, layout.record_bytes)
         with self._locked(0, _HEADER_BYTES, waits=True):
             found = os.pread(fd, _HEADER.size, 0)
-            if not found.strip(b"\0") or self._is_outdated(found, layout, num_records):
+            wanted = None if keeps_size else num_records
+            if not found.strip(b"\0") or self._is_outdated(found, layout, wanted):
                 self._format(layout, num_records, secret)
                 found = os.pread(fd, _HEADER.size, 0)
             fcntl.flock(fd, fcntl.LOCK_SH)  # in use
-        *_, self.secret = _HEADER.unpack(found)
+        _, _, _, num_records, _, _, self.secret = _HEADER.unpack(found)
         self.num_records, self.record_bytes = num_records, layout.record_bytes
         self._num_buckets = _num_buckets(num_records)
         self._entries_at = _HEADER_BYTES + self._num_buckets * _BUCKET_BYTES
         self._records_at = _records_at(num_records)
 
-    def _is_outdated(self, found: bytes, layout: RecordLayout, num_records: int) -> bool:
-        """Whether the file has this model's records, but computed by other software or in another number."""
+    def _is_outdated(self, found: bytes, layout: RecordLayout, num_records: int | None) -> bool:
+        """Whether the file has this model's records, but computed by other software or in another number. None: any number."""
         if len(found) < _HEADER.size or found[: len(_MAGIC)] != _MAGIC:
             raise StoreError(
                 f"{self.name} is not a store of KV blocks: choose another place, or remove the file"
@@ -128,6 +137,7 @@ class RecordStore:
                 f"{self.name} holds the KV blocks of another model, checkpoint or cache layout: choose another "
                 f"directory, or remove the file"
             )
+        num_records = present if num_records is None else num_records
         wanted = (_VERSION, layout.record_bytes, num_records, layout.software)
         return (version, record_bytes, present, software) != wanted
 

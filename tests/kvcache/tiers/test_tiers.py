@@ -32,6 +32,7 @@ class Rank:
         disk: Path | None = None,
         store: SharedStore | None = None,
         shapes: list[LayerShape] = SHAPES,
+        states_share: float = 0.3,
     ) -> None:
         self.cache = PagedCache(shapes, 8, 4)
         generator = torch.Generator().manual_seed(1)
@@ -41,7 +42,7 @@ class Rank:
         kinds = Kinds(
             RecordLayout(b"m" * 32, b"s" * 32, self.units.blocks.num_bytes),
             RecordLayout(b"m" * 32, b"s" * 32, self.units.states.num_bytes),
-            0.3,
+            states_share,
         )
         tiers = [open_disk(disk, kinds, MEMORY)] if disk else []
         if host_bytes:
@@ -216,4 +217,18 @@ def test_ranks_of_a_host_share_its_memory_and_it_outlives_the_rank_that_made_it(
     for rank in (second, third):
         rank.do(load := LoadJob([key_of(0)], [5]))
         assert load.num_loaded == 1 and rank.record(5) == first.record(0)
+        rank.tiers.close()
+
+
+def test_ranks_with_caches_of_other_sizes_share_the_memory_of_the_first() -> None:
+    """Each rank measures the free memory at its own start."""
+    store = FakeStore()
+    first, second = (Rank(store=store, states_share=share) for share in (0.3, 0.31))
+    (one,), (other,) = first.tiers._tiers, second.tiers._tiers
+    for is_state in (False, True):
+        assert one.store(is_state=is_state).num_records == other.store(is_state=is_state).num_records
+    first.do(SaveJob(0, key_of(0)))
+    second.do(load := LoadJob([key_of(0)], [5]))
+    assert load.num_loaded == 1 and second.record(5) == first.record(0)
+    for rank in (first, second):
         rank.tiers.close()
