@@ -36,6 +36,14 @@ def _lines(status: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines of a response of GET /v1/fault_tolerance/status."""
     members = status["members"]
     yield f"{status['phase']}: {len(members)} of {status['total_engines']} ranks serve, epoch {status['epoch']}"
+    pools = status.get("pools", ())
+    for each in pools if len(pools) > 1 else ():
+        ranks = each["ranks"]
+        numbers = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+        yield (
+            f"pool {each['pool']} ({numbers}): {each['phase']}, {len(each['members'])} of {len(ranks)} serve, epoch "
+            f"{each['epoch']}"
+        )
     for each in status["missing"]:
         yield f"rank {each['rank']} is missing for {each['seconds']:.0f} s: {each['reason']}"
     for each in status["faults"]:

@@ -27,7 +27,7 @@ class LoadSnapshot(NamedTuple):
     expert_tokens: Mapping[str, np.ndarray]  # by phase: [layers, experts]
     rank_tokens: Mapping[str, np.ndarray]  # by phase: [layers, ranks]
     figures: Sequence[LoadFigures]  # by place
-    totals: Sequence[LoadFigures]  # since the start, of all ranks
+    totals: Mapping[int, LoadFigures]  # since the start, by rank
     history: list[dict[str, Any]]
     series: dict[str, object]
 

@@ -33,7 +33,7 @@ _ENDED = (MoveState.SERVING, MoveState.FAILED, MoveState.DROPPED)
 
 
 class RankCalls(Protocol):
-    """Messages to the ranks, implemented by `server.link.ranks.Ranks`."""
+    """Messages to the ranks of a pool, implemented by `server.link.ranks.PoolRanks`."""
 
     num_ranks: int
 
@@ -110,7 +110,7 @@ class StageRunner:
 
 
 class PlacementControl:
-    """Changes the placement of a service, one change at a time."""
+    """Changes the placement of a pool, one change at a time."""
 
     def __init__(
         self,
@@ -121,10 +121,12 @@ class PlacementControl:
         *,
         clock: Callable[[], float] = time.time,
         why_no_change: Callable[[], str | None] = lambda: None,
+        pool: str = "",
     ) -> None:
-        """Start without a placement, until rank 0 reports the one that serves.
+        """Start without a placement, until the first rank reports the one that serves.
 
         Args:
+            pool: The pool's name in messages; "" if it is the only one.
             why_no_change: Returns why nothing may change now, or None if all ranks serve.
         """
         self.current: Placement | None = None  # over the places of the members
@@ -141,6 +143,7 @@ class PlacementControl:
         self._under_way: _UnderWay | None = None
         self.num_changes = max((entry.get("change", 0) for entry in history.entries), default=0)
         self._why_no_change = why_no_change
+        self._of_pool = f" of pool {pool}" if pool else ""
 
     def take_update(self, update: PlacementUpdate) -> None:
         """Record a rank's update."""
@@ -159,7 +162,9 @@ class PlacementControl:
     def _go_on_from(self, start: Placement) -> None:
         """Forget the placements to roll back to, unless the service starts with the last one of the history."""
         if self.history.before and self.history.last_digest != start.digest():
-            _log("the start is not the last placement of the history, so there is nothing to roll back to")
+            self._log(
+                "the start is not the last placement of the history, so there is nothing to roll back to"
+            )
             self._keep(self.history.forget_before)
 
     def serving(self) -> Placement:
@@ -240,7 +245,7 @@ class PlacementControl:
         self.num_changes += 1
         self._under_way = _UnderWay(self.num_changes, kind, len(todo))
         self._changing = asyncio.create_task(self._change(before, todo, kind, reason, gain))
-        self._changing.add_done_callback(_say_error)
+        self._changing.add_done_callback(self._say_error)
         return self._changing
 
     def begin_rollback(self) -> "asyncio.Task[dict[str, Any]]":
@@ -295,10 +300,10 @@ class PlacementControl:
         self._say_left_out(situation)
         decision: PlacementDecision = await asyncio.to_thread(decide, situation, self._config)
         self._load.changes.decisions["nothing" if decision.proposal is None else decision.proposal.kind] += 1
-        _log(decision.reason if decision.proposal else f"did nothing, because {decision.reason}")
+        self._log(decision.reason if decision.proposal else f"did nothing, because {decision.reason}")
         measured = self._measured_imbalance()
         if self._config.log_balancedness and measured:
-            _log(f"balancedness {1.0 / measured:.4f} (mean rank / fullest rank)")
+            self._log(f"balancedness {1.0 / measured:.4f} (mean rank / fullest rank)")
         if situation.experts_s and situation.num_steps >= self._config.window_size:
             self._measure_last(situation)
         if decision.proposal is None:
@@ -308,7 +313,7 @@ class PlacementControl:
         try:
             await self.apply(proposal.target, proposal.kind, decision.reason, proposal.gain)
         except ApiError as error:  # another change came first
-            _log(error.message)
+            self._log(error.message)
 
     def _measure_last(self, situation: Situation) -> None:
         """Record the measured gain of the last change, from the load and times of a whole window since then."""
@@ -323,7 +328,7 @@ class PlacementControl:
             f"placement {last['version']} saves {1e3 * saved_s:.3f} ms per step ({last['measured_gain']:.2%}) "
             f"under the load since then"
         )
-        _log(said)
+        self._log(said)
         measured = {"kind": "measured", "version": last["version"], "measured_gain": last["measured_gain"]}
         self._note({**measured, "reason": said})
 
@@ -343,7 +348,9 @@ class PlacementControl:
             num_steps=self._steps() - self._switched_at,
             step_s=max(each.step_s for each in figures) / max(1, *(each.steps for each in figures)),
             expert_bytes=self.expert_bytes,
-            hosts=tuple(self._load.hosts.get(rank, "?") for rank in range(self._num_ranks)),
+            hosts=tuple(
+                self._load.hosts.get(self._load.first_rank + place, "?") for place in range(self._num_ranks)
+            ),
         )
 
     def _check_whole(self) -> None:
@@ -357,7 +364,7 @@ class PlacementControl:
         if left_out != self._left_out:
             self._left_out = left_out
             for said in left_out:
-                _log(said)
+                self._log(said)
 
     async def _carry_out(
         self, before: Placement, todo: list[Placement], kind: str, reason: str, gain: float | None
@@ -416,7 +423,7 @@ class PlacementControl:
             self._load.note_change(entry)
             done, num_stages = entry["stages"]
             dropped = f"dropped after {done} of {num_stages} stages, because of {entry['failed']}; "
-            _log(
+            self._log(
                 f"{entry['kind']}: {dropped if entry['failed'] else ''}placement {entry['version']} serves, "
                 f"{entry['moves']} moves, {entry['bytes'] / 1e6:.1f} MB in {entry['seconds']:.1f} s"
             )
@@ -427,10 +434,18 @@ class PlacementControl:
         try:
             write()
         except OSError as error:
-            _log(f"cannot write the history: {error}")
+            self._log(f"cannot write the history: {error}")
+
+    def _log(self, text: str) -> None:
+        say(f"wideep experts{self._of_pool}: {text}", error=True, level="info")
+
+    def _say_error(self, task: "asyncio.Task[dict[str, Any]]") -> None:
+        """Log the error of a change, because no client may be waiting for it."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._log(f"a change of the placement failed with an internal error: {error!r}")
 
     def _steps(self) -> int:
-        return 0 if self._load.totals is None else max(each.steps for each in self._load.totals)
+        return 0 if self._load.totals is None else max(each.steps for each in self._load.totals.values())
 
 
 class _UnderWay(NamedTuple):
@@ -456,13 +471,3 @@ def _shown(history: History) -> list[dict[str, Any]]:
     return [
         {**entry, "measured_gain": gains.get(entry["version"], entry["measured_gain"])} for entry in changes
     ]
-
-
-def _log(text: str) -> None:
-    say(f"wideep experts: {text}", error=True, level="info")
-
-
-def _say_error(task: "asyncio.Task[dict[str, Any]]") -> None:
-    """Log the error of a change, because no client may be waiting for it."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        _log(f"a change of the placement failed with an internal error: {error!r}")

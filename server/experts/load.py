@@ -1,8 +1,8 @@
-"""The front's view of the expert load: the ranks' reports in a sliding window, as JSON and for the recorder.
+"""The front's view of a pool's expert load: the ranks' reports in a sliding window, as JSON and for the recorder.
 
 It uses differences between a rank's counters, so lost or merged reports change nothing. The window covers the current
 epoch and has a place for each member. Counts since the start (totals, the recorder) have one for each rank of the
-service. Runs in the front's event loop, independently of HTTP.
+pool. Runs in the front's event loop, independently of HTTP.
 """
 
 import asyncio
@@ -92,10 +92,18 @@ class ExpertsLoad:
     """The experts and their load."""
 
     def __init__(
-        self, model: str, *, window_steps: int = WINDOW_STEPS, clock: Callable[[], float] = time.time
+        self,
+        model: str,
+        *,
+        first_rank: int = 0,
+        window_steps: int = WINDOW_STEPS,
+        clock: Callable[[], float] = time.time,
     ) -> None:
-        """Args: window_steps is the length of the window; clock returns seconds since 1970."""
-        self.model = model
+        """Args: first_rank is the number of the pool's first rank in the service; its ranks are consecutive.
+
+        window_steps is the length of the window; clock returns seconds since 1970.
+        """
+        self.model, self.first_rank = model, first_rank
         self.experts: ExpertMap | None = None  # once rank 0 has reported them
         self.window: LoadWindow | None = None  # from then on
         self.recorder = LoadRecorder()
@@ -104,12 +112,12 @@ class ExpertsLoad:
         self.changes = ChangeCounts()
         self.series = LoadSeries()
         self.revision = 0  # grows with every change of the response
-        self.totals: list[LoadFigures] | None = None  # by rank since the start, for Prometheus' counters
-        self.total_rank_tokens: np.ndarray | None = None  # [phases, ranks] since the start
+        self.totals: dict[int, LoadFigures] | None = None  # by rank since the start, for Prometheus' counters
+        self.total_rank_tokens: np.ndarray | None = None  # [phases, ranks of the pool] since the start
         self._window_steps, self._clock = window_steps, clock
         self.members: tuple[int, ...] = ()  # ranks, by place
         self._epoch = 0
-        self._num_ranks = 0  # of the service
+        self._num_ranks = 0  # of the pool
         self._last: dict[int, LoadReport] = {}
         self._early: list[LoadReport] = []  # received before the experts are known
         self._changed = asyncio.Event()
@@ -128,8 +136,8 @@ class ExpertsLoad:
         self.revision += 1
         if self.window is None:
             self._num_ranks = experts.num_ranks
-            self.members = tuple(range(experts.num_ranks))
-            self.totals = [no_figures(experts.num_ranks)] * experts.num_ranks
+            self.members = tuple(range(self.first_rank, self.first_rank + experts.num_ranks))
+            self.totals = dict.fromkeys(self.members, no_figures(experts.num_ranks))
             self.total_rank_tokens = np.zeros((len(PHASES), experts.num_ranks), dtype=np.int64)
             self._open_window(experts)
         early, self._early = self._early, []
@@ -169,10 +177,11 @@ class ExpertsLoad:
         self.window.add(report.step, counts, {self.members.index(report.rank): figures})
         self.series.note(self._clock(), self.window)
         self.revision += 1
-        counts = _by_rank(counts, self.members, self._num_ranks)
+        places = [rank - self.first_rank for rank in self.members]  # among all ranks of the pool
+        counts = _by_rank(counts, places, self._num_ranks)
         self.recorder.add(self._clock(), report.step, report.placement_version, counts)
         self.total_rank_tokens += counts[:, :, self.experts.num_experts :].sum(axis=0)
-        by_peer = {name: _spread(getattr(figures, name), self.members, self._num_ranks) for name in BY_PEER}
+        by_peer = {name: _spread(getattr(figures, name), places, self._num_ranks) for name in BY_PEER}
         self.totals[report.rank] = self.totals[report.rank].plus(figures._replace(**by_peer))
         self._changed.set()
 
@@ -211,22 +220,26 @@ class ExpertsLoad:
             expert_tokens={phase: window.expert_tokens(phase) for phase in PHASES},
             rank_tokens={phase: window.rank_tokens(phase) for phase in PHASES},
             figures=window.figures,
-            totals=tuple(totals),
+            totals=dict(totals),
             history=[dict(entry) for entry in self.history],
             series=self.series.to_json(),
         )
 
 
-def _by_rank(counts: np.ndarray, members: Sequence[int], num_ranks: int) -> np.ndarray:
-    """Spread counts of experts and members over experts and all ranks: [layers, phases, experts + ranks]."""
-    of_experts, of_members = np.split(counts, [counts.shape[2] - len(members)], axis=2)
-    return np.concatenate((of_experts, _spread(of_members, members, num_ranks)), axis=2)
+def _by_rank(counts: np.ndarray, places: Sequence[int], num_ranks: int) -> np.ndarray:
+    """Spread counts of experts and members over experts and all ranks: [layers, phases, experts + ranks].
+
+    Args:
+        places: The members' places among all ranks.
+    """
+    of_experts, of_members = np.split(counts, [counts.shape[2] - len(places)], axis=2)
+    return np.concatenate((of_experts, _spread(of_members, places, num_ranks)), axis=2)
 
 
-def _spread(of_members: np.ndarray, members: Sequence[int], num_ranks: int) -> Any:
+def _spread(of_members: np.ndarray, places: Sequence[int], num_ranks: int) -> Any:
     """Spread the last axis from members over all ranks, with zeros for the others."""
     made = np.zeros((*of_members.shape[:-1], num_ranks), dtype=of_members.dtype)
-    made[..., list(members)] = of_members
+    made[..., list(places)] = of_members
     return made
 
 

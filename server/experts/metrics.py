@@ -6,13 +6,14 @@ matrices. The hottest experts are numbered by place, with layer and expert as va
 eventually name them all. Computed at each scrape.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from expert_placement.load import BY_PEER, PHASES, WAIT_CAUSES, LoadWindow, measured_balancedness
+from expert_placement.load import BY_PEER, PHASES, WAIT_CAUSES, LoadFigures, LoadWindow, measured_balancedness
 from server.experts.load import CAUSES, DECISIONS, KINDS, ExpertsLoad
 
 HOTTEST = 8
@@ -31,88 +32,105 @@ COUNTERS = {
 _BALANCEDNESS = (("min", 0.0), ("p50", 0.5), ("p90", 0.9))  # quantiles over layers
 
 
-class ExpertsMetrics(Collector):  # type: ignore[misc]
-    """Exports an `ExpertsLoad`."""
+class _Known(NamedTuple):
+    """A pool whose experts are known."""
 
-    def __init__(self, load: ExpertsLoad, model_name: str) -> None:
-        self._load, self._model_name = load, model_name
+    labels: tuple[str, ...]  # values of the labels that all metrics of pools have
+    load: ExpertsLoad
+
+
+class ExpertsMetrics(Collector):  # type: ignore[misc]
+    """Exports the `ExpertsLoad` of each pool. Metrics of pools have the label `pool` if there are several."""
+
+    def __init__(self, pools: Mapping[str, ExpertsLoad], model_name: str) -> None:
+        """Args: pools are the loads, by the pools' names."""
+        self._pools, self._model_name = pools, model_name
+        self._labels = ("model_name", "pool") if len(pools) > 1 else ("model_name",)
 
     def describe(self) -> list[Metric]:
         """Return no families: registering must not compute them."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the families, or none before the experts are known."""
-        window = self._load.window
-        if window is None:
+        """Yield the families, without pools whose experts are not known yet."""
+        known = [
+            _Known((self._model_name, name)[: len(self._labels)], load)
+            for name, load in self._pools.items()
+            if load.window is not None
+        ]
+        if not known:
             return
-        yield from self._balancedness(window)
-        yield from self._hottest(window)
-        yield from self._ranks()
-        yield from self._waits(window)
-        yield from self._rebalances()
+        yield from self._balancedness(known)
+        yield from self._hottest(known)
+        yield from self._ranks(known)
+        yield from self._waits(known)
+        yield from self._rebalances(known)
 
-    def _balancedness(self, window: LoadWindow) -> Iterator[Metric]:
+    def _balancedness(self, known: Sequence[_Known]) -> Iterator[Metric]:
         names = [*(name for name, _ in _BALANCEDNESS), "avg"]
         families = {
             name: GaugeMetricFamily(
                 f"vllm:eplb_balancedness_{name}",
                 f"Mean over max of the ranks' tokens by layer, {name} over layers, in the window.",
-                labels=("model_name", "phase"),
+                labels=(*self._labels, "phase"),
             )
             for name in names
         }
-        for phase in PHASES:
-            even = measured_balancedness(window.rank_tokens(phase))
-            even = even[~np.isnan(even)]
-            if not len(even):
-                continue
-            values = {name: np.quantile(even, part) for name, part in _BALANCEDNESS} | {"avg": even.mean()}
-            for name, family in families.items():
-                family.add_metric((self._model_name, phase), float(values[name]))
+        for labels, load in known:
+            for phase in PHASES:
+                even = measured_balancedness(_window(load).rank_tokens(phase))
+                even = even[~np.isnan(even)]
+                if not len(even):
+                    continue
+                values = {name: np.quantile(even, part) for name, part in _BALANCEDNESS} | {
+                    "avg": even.mean()
+                }
+                for name, family in families.items():
+                    family.add_metric((*labels, phase), float(values[name]))
         yield from families.values()
 
-    def _hottest(self, window: LoadWindow) -> Iterator[Metric]:
-        labels = ("model_name", "phase", "place")
+    def _hottest(self, known: Sequence[_Known]) -> Iterator[Metric]:
+        names = (*self._labels, "phase", "place")
         ratio = GaugeMetricFamily(
             "wideep:hot_expert_ratio",
             "Tokens of a layer's hottest experts over the layer's mean.",
-            labels=labels,
+            labels=names,
         )
-        layer = GaugeMetricFamily("wideep:hot_expert_layer", "Layer of the model.", labels=labels)
-        expert = GaugeMetricFamily("wideep:hot_expert_id", "Logical expert.", labels=labels)
-        assert self._load.experts is not None, "there is a window"
-        for phase in PHASES:
-            for place, found in enumerate(hottest(window.expert_tokens(phase), HOTTEST), start=1):
-                values = (self._model_name, phase, str(place))
-                ratio.add_metric(values, found[2])
-                layer.add_metric(values, self._load.experts.layers[found[0]])
-                expert.add_metric(values, found[1])
+        layer = GaugeMetricFamily("wideep:hot_expert_layer", "Layer of the model.", labels=names)
+        expert = GaugeMetricFamily("wideep:hot_expert_id", "Logical expert.", labels=names)
+        for labels, load in known:
+            assert load.experts is not None, "there is a window"
+            for phase in PHASES:
+                found = hottest(_window(load).expert_tokens(phase), HOTTEST)
+                for place, (row, number, times) in enumerate(found, start=1):
+                    values = (*labels, phase, str(place))
+                    ratio.add_metric(values, times)
+                    layer.add_metric(values, load.experts.layers[row])
+                    expert.add_metric(values, number)
         yield from (ratio, layer, expert)
 
-    def _ranks(self) -> Iterator[Metric]:
-        totals, rank_tokens = self._load.totals, self._load.total_rank_tokens
-        assert totals is not None and rank_tokens is not None, "there is a window"
+    def _ranks(self, known: Sequence[_Known]) -> Iterator[Metric]:
         tokens = CounterMetricFamily(
             "vllm:eplb_tokens_per_rank",
             "Tokens processed by the rank's experts, over all layers.",
             labels=("model_name", "engine", "phase"),
         )
-        for index, phase in enumerate(PHASES):
-            for rank, count in enumerate(rank_tokens[index]):
-                tokens.add_metric((self._model_name, str(rank), phase), float(count))
+        for _, load in known:
+            assert load.total_rank_tokens is not None, "there is a window"
+            for index, phase in enumerate(PHASES):
+                for rank, count in zip(_totals(load), load.total_rank_tokens[index], strict=True):
+                    tokens.add_metric((self._model_name, str(rank), phase), float(count))
         yield tokens
         for field, (name, text) in COUNTERS.items():
             family = CounterMetricFamily(f"wideep:{name}", text, labels=("model_name", "engine"))
-            for rank, figures in enumerate(totals):
-                value = getattr(figures, field)
-                total = value.sum() if field in BY_PEER else value
-                family.add_metric((self._model_name, str(rank)), float(total))
+            for _, load in known:
+                for rank, figures in _totals(load).items():
+                    value = getattr(figures, field)
+                    total = value.sum() if field in BY_PEER else value
+                    family.add_metric((self._model_name, str(rank)), float(total))
             yield family
 
-    def _waits(self, window: LoadWindow) -> Iterator[Metric]:
-        totals = self._load.totals
-        assert totals is not None, "there is a window"
+    def _waits(self, known: Sequence[_Known]) -> Iterator[Metric]:
         seconds = CounterMetricFamily(
             "wideep:step_wait_seconds",
             "Time in steps that the rank waited for others, by the cause of the difference.",
@@ -121,40 +139,55 @@ class ExpertsMetrics(Collector):  # type: ignore[misc]
         share = GaugeMetricFamily(
             "wideep:step_wait_share",
             "Share of all ranks' time in steps spent waiting for others, in the window.",
-            labels=("model_name", "cause"),
+            labels=(*self._labels, "cause"),
         )
-        figures = window.figures
-        step_s = max(sum(each.step_s for each in figures), 1e-9)
-        for index, cause in enumerate(WAIT_CAUSES):
-            waited_s = sum(each.wait_causes_s[index] for each in figures)
-            share.add_metric((self._model_name, cause), waited_s / step_s)
-            for rank, total in enumerate(totals):
-                seconds.add_metric((self._model_name, str(rank), cause), float(total.wait_causes_s[index]))
+        for labels, load in known:
+            figures = _window(load).figures
+            step_s = max(sum(each.step_s for each in figures), 1e-9)
+            for index, cause in enumerate(WAIT_CAUSES):
+                waited_s = sum(each.wait_causes_s[index] for each in figures)
+                share.add_metric((*labels, cause), waited_s / step_s)
+                for rank, total in _totals(load).items():
+                    seconds.add_metric(
+                        (self._model_name, str(rank), cause), float(total.wait_causes_s[index])
+                    )
         yield from (seconds, share)
 
-    def _rebalances(self) -> Iterator[Metric]:
-        changes = self._load.changes
-        for name, text, value in (
-            ("vllm:eplb_rearrangements", "Rebalances that moved experts.", changes.rearrangements),
-            ("vllm:eplb_rearrangement_seconds", "Duration of rebalances.", changes.seconds),
-            ("wideep:eplb_moves", "Slots filled by rebalances.", changes.moves),
-            ("wideep:eplb_moved_bytes", "Bytes moved by rebalances.", changes.num_bytes),
+    def _rebalances(self, known: Sequence[_Known]) -> Iterator[Metric]:
+        for name, text, field in (
+            ("vllm:eplb_rearrangements", "Rebalances that moved experts.", "rearrangements"),
+            ("vllm:eplb_rearrangement_seconds", "Duration of rebalances.", "seconds"),
+            ("wideep:eplb_moves", "Slots filled by rebalances.", "moves"),
+            ("wideep:eplb_moved_bytes", "Bytes moved by rebalances.", "num_bytes"),
         ):
-            family = CounterMetricFamily(name, text, labels=("model_name",))
-            family.add_metric((self._model_name,), float(value))
+            family = CounterMetricFamily(name, text, labels=self._labels)
+            for labels, load in known:
+                family.add_metric(labels, float(getattr(load.changes, field)))
             yield family
-        for name, text, label, values, counter in (
-            ("vllm:eplb_rebalance_events", "Applied changes.", "kind", KINDS, changes.by_kind),
-            ("wideep:eplb_failures", "Dropped changes.", "reason", CAUSES, changes.failures),
-            ("wideep:eplb_decisions", "Decisions made.", "decision", DECISIONS, changes.decisions),
+        for name, text, label, values, field in (
+            ("vllm:eplb_rebalance_events", "Applied changes.", "kind", KINDS, "by_kind"),
+            ("wideep:eplb_failures", "Dropped changes.", "reason", CAUSES, "failures"),
+            ("wideep:eplb_decisions", "Decisions made.", "decision", DECISIONS, "decisions"),
         ):
-            family = CounterMetricFamily(name, text, labels=("model_name", label))
-            for each in values:
-                family.add_metric((self._model_name, each), float(counter[each]))
+            family = CounterMetricFamily(name, text, labels=(*self._labels, label))
+            for labels, load in known:
+                for each in values:
+                    family.add_metric((*labels, each), float(getattr(load.changes, field)[each]))
             yield family
-        gauge = GaugeMetricFamily("vllm:eplb_rebalancing", "1 while experts move.", labels=("model_name",))
-        gauge.add_metric((self._model_name,), float(changes.is_under_way))
+        gauge = GaugeMetricFamily("vllm:eplb_rebalancing", "1 while experts move.", labels=self._labels)
+        for labels, load in known:
+            gauge.add_metric(labels, float(load.changes.is_under_way))
         yield gauge
+
+
+def _window(load: ExpertsLoad) -> LoadWindow:
+    assert load.window is not None, "the experts are known"
+    return load.window
+
+
+def _totals(load: ExpertsLoad) -> Mapping[int, LoadFigures]:
+    assert load.totals is not None, "the experts are known"
+    return load.totals
 
 
 def hottest(tokens: np.ndarray, count: int) -> list[tuple[int, int, float]]:

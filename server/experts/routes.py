@@ -1,7 +1,8 @@
 """HTTP routes for experts: their load, its records, and their placement.
 
 GET /experts/load, GET /experts/record and SGLang's POST /{start,stop,dump}_expert_distribution_record; POST
-/experts/plan, /experts/apply, /experts/rollback and GET /experts/history.
+/experts/plan, /experts/apply, /experts/rollback and GET /experts/history. Each concerns one pool: that of the query parameter
+`pool`, or the first one.
 
 A dump writes files (`record_files`). A record may have 256 MB. A dedicated thread writes files one at a time, so that
 neither the event loop nor the threads that tokenize wait for it.
@@ -13,7 +14,7 @@ import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, TypeVar
 
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
@@ -35,55 +36,65 @@ from server.http.routes import new_router
 
 SETTLE_S = 3.0  # for the ranks' last reports after a stop; they come about once a second
 _PIECE_BYTES = 1 << 18  # of a record in a response
+Part = TypeVar("Part")  # each pool has one
 
 
 def expert_load_routes(
-    load: ExpertsLoad, *, rank_steps: Callable[[], Mapping[int, int]], record_directory: Path
+    loads: Mapping[str, ExpertsLoad], *, rank_steps: Callable[[], Mapping[int, int]], record_directory: Path
 ) -> APIRouter:
     """Return the routes of loads and records.
 
     Args:
+        loads: The load of each pool, by name.
         rank_steps: Returns the last known step of each attached rank.
         record_directory: Folder for dumps.
     """
     router = new_router()
     writing = asyncio.Lock()  # a dump starts a process that imports torch
     writer = ThreadPoolExecutor(1, "record-writer")
-    answers = _Answers(load)
+    answers = {name: _Answers(load) for name, load in loads.items()}
 
-    async def show_load() -> Response:
+    async def settle(load: ExpertsLoad) -> None:
+        """Wait for the reports of a pool's ranks up to their present steps."""
+        await load.settle({rank: step for rank, step in rank_steps().items() if rank in load.hosts}, SETTLE_S)
+
+    async def show_load(pool: str | None = None) -> Response:
         """Return the load in the window as JSON."""
-        _known(load)
-        return Response(await answers.get(), media_type="application/json")
+        _known(of_pool(loads, pool))
+        return Response(await of_pool(answers, pool).get(), media_type="application/json")
 
-    async def show_record() -> Response:
+    async def show_record(pool: str | None = None) -> Response:
         """Return the record so far as .npz."""
+        load = of_pool(loads, pool)
         _recorded(load)  # refuse before waiting for another dump
         async with writing:
             file = await asyncio.get_running_loop().run_in_executor(writer, _npz_file, _recorded(load))
         return StreamingResponse(_pieces(file, writer), media_type="application/octet-stream")
 
-    async def start_record() -> Response:
+    async def start_record(pool: str | None = None) -> Response:
         """Clear the record and start recording."""
+        load = of_pool(loads, pool)
         _known(load)
         async with writing:  # a dump in progress removes the counts that it has written
-            await load.settle(rank_steps(), SETTLE_S)  # exclude steps before the start
+            await settle(load)  # exclude steps before the start
             load.recorder.start()
         return PlainTextResponse("Start recording expert distribution.\n")
 
-    async def stop_record() -> Response:
+    async def stop_record(pool: str | None = None) -> Response:
         """Stop recording."""
+        load = of_pool(loads, pool)
         if not load.recorder.is_on:
             raise bad_request("No recording is active. POST /start_expert_distribution_record first.")
-        await load.settle(rank_steps(), SETTLE_S)
+        await settle(load)
         load.recorder.stop()
         return PlainTextResponse("Stop recording expert distribution.\n")
 
-    async def dump_record() -> Response:
+    async def dump_record(pool: str | None = None) -> Response:
         """Write the record to files and clear it. A concurrent dump waits, and then finds an empty record."""
+        load = of_pool(loads, pool)
         async with writing:
             if load.recorder.is_on:
-                await load.settle(rank_steps(), SETTLE_S)
+                await settle(load)
             record = _recorded(load)
             paths = await asyncio.get_running_loop().run_in_executor(writer, dump, record, record_directory)
             load.recorder.forget(record)
@@ -96,6 +107,18 @@ def expert_load_routes(
         path = f"/{verb}_expert_distribution_record"
         router.add_api_route(path, route, methods=["POST"], response_class=PlainTextResponse)
     return router
+
+
+def of_pool(pools: Mapping[str, Part], name: str | None) -> Part:
+    """Return the entry of a named pool, or that of the first pool without a name.
+
+    Raises:
+        ApiError: 400 if the pool does not exist.
+    """
+    found = next(iter(pools)) if name is None else name
+    if found not in pools:
+        raise bad_request(f"Pool {found!r} does not exist; the pools are {', '.join(pools)}.", "pool")
+    return pools[found]
 
 
 class _Answers:
@@ -164,24 +187,28 @@ class RollbackForm(BaseModel):
     wait: bool = True
 
 
-def placement_routes(control: PlacementControl, config: EplbConfig) -> APIRouter:
-    """Return the routes of placements."""
+def placement_routes(controls: Mapping[str, PlacementControl], config: EplbConfig) -> APIRouter:
+    """Return the routes of placements.
+
+    Args:
+        controls: The control of each pool, by name.
+    """
     router = new_router()
 
-    async def proposed(form: PlanForm) -> Proposal:
+    async def proposed(control: PlacementControl, form: PlanForm) -> Proposal:
         own = config if form.max_moved is None else dataclasses.replace(config, max_moved=form.max_moved)
         return await control.propose(form.policy, own)
 
-    async def make_plan(body: PlanForm | None = None) -> Response:
+    async def make_plan(body: PlanForm | None = None, pool: str | None = None) -> Response:
         """Return a plan with its predicted gain, cost and placement. Nothing changes."""
-        proposal = await proposed(body or PlanForm())
+        proposal = await proposed(of_pool(controls, pool), body or PlanForm())
         return json_response({**summary(proposal), "placement": to_json(proposal.target)})
 
-    async def apply(body: ApplyForm | None = None) -> Response:
+    async def apply(body: ApplyForm | None = None, pool: str | None = None) -> Response:
         """Apply a placement. Responds when it serves or was dropped, or at once if `wait` is false."""
-        form = body or ApplyForm()
+        form, control = body or ApplyForm(), of_pool(controls, pool)
         if form.placement is None:
-            proposal = await proposed(form)
+            proposal = await proposed(control, form)
             change = control.begin(proposal.target, form.policy, proposal.describe(), proposal.gain)
         else:
             try:
@@ -190,13 +217,16 @@ def placement_routes(control: PlacementControl, config: EplbConfig) -> APIRouter
                 reason = f"{error} is missing" if isinstance(error, KeyError) else error
                 raise bad_request(f"Invalid placement: {reason}.", "placement") from error
             change = control.begin(target, "apply", "as requested", None)
-        return await became(change, form.wait)
+        return await became(control, change, form.wait)
 
-    async def rollback(body: RollbackForm | None = None) -> Response:
+    async def rollback(body: RollbackForm | None = None, pool: str | None = None) -> Response:
         """Switch back to the placement before the last change."""
-        return await became(control.begin_rollback(), body is None or body.wait)
+        control = of_pool(controls, pool)
+        return await became(control, control.begin_rollback(), body is None or body.wait)
 
-    async def became(change: "asyncio.Task[dict[str, Any]]", wait: bool) -> Response:
+    async def became(
+        control: PlacementControl, change: "asyncio.Task[dict[str, Any]]", wait: bool
+    ) -> Response:
         """Return the history's entry of a finished change, or the number of a change that has begun."""
         if not wait:
             return json_response({"change": control.num_changes}, 202)
@@ -211,8 +241,9 @@ def placement_routes(control: PlacementControl, config: EplbConfig) -> APIRouter
         )
         return json_response({**entry, **failure.body()}, failure.status)
 
-    async def show_history() -> Response:
+    async def show_history(pool: str | None = None) -> Response:
         """Return past decisions and changes, oldest first, and the change in progress."""
+        control = of_pool(controls, pool)
         under_way = control.progress()
         serving = to_json(control.serving())
         return json_response(

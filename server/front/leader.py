@@ -1,6 +1,6 @@
-"""Carry out the decisions of `Epochs`: order ranks, move requests of lost ranks, set the members' placement.
+"""Carry out the decisions of `Epochs`: order a pool's ranks, move requests of lost ranks, set the members' placement.
 
-Runs in the front's event loop, with one timer. If a rank is lost before the service began to serve, the service ends:
+Runs in the front's event loop, with one timer. If a rank is lost before its pool began to serve, the service ends:
 usually the rank cannot start (a wrong flag, too little memory), and no request waits for an answer yet.
 """
 
@@ -54,7 +54,7 @@ class PlacementHome(Protocol):
 
 
 class Leader:
-    """Keeps a service together while ranks are lost and return."""
+    """Keeps a pool together while ranks are lost and return."""
 
     def __init__(
         self,
@@ -68,33 +68,36 @@ class Leader:
         on_failure: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
         events: EventLog | None = None,
+        pool: str = "",
     ) -> None:
-        """Args: surviving returns the placement over the member ranks, given the home placement.
+        """Args: surviving returns the placement over the members' places, given the home placement.
 
-        on_order is called with every order before the ranks get it, on_failure with the reason if the service must end.
+        on_order is called with every order before the ranks get it, on_failure with the reason if the pool cannot serve.
+        pool is the pool's name in messages; "" if it is the only one.
         """
         self.epochs = epochs
+        self._of_pool = f" of pool {pool}" if pool else ""
         self._events = events or EventLog()
         self._ranks, self._surviving, self._clock = ranks, surviving, clock
         self._on_order, self._on_failure = on_order, on_failure
         self._requests, self._placement = requests, placement
-        self._entered: set[int] = set(range(epochs.num_ranks))  # ranks that requests are routed to
+        self._entered: set[int] = set(epochs.ranks)  # ranks that requests are routed to
         self._timer: asyncio.TimerHandle | None = None
         self._said_phase = Phase.STARTING
         self._begun_s = 0.0  # of the current regrouping
 
     def resume(self) -> None:
-        """Lead a service after a restart of its front."""
+        """Lead a pool after a restart of its front."""
         self.epochs.resume(self._clock())
         self._set_timer()
 
     def attach(self, rank: int, *, epoch: int = 0) -> None:
         """Attach a rank that is ready; `epoch` is the newest one that it was ordered to."""
         if self.epochs.phase is not Phase.STARTING:
-            _LOG.warning("rank %d is back", rank)
+            _LOG.warning("rank %d%s is back", rank, self._of_pool)
             absence = self.epochs.missing.get(rank)
             away_s = None if absence is None else self._clock() - absence.since_s
-            self._events.note("rank_back", f"rank {rank} is back", rank=rank, seconds=away_s)
+            self._events.note("rank_back", f"rank {rank}{self._of_pool} is back", rank=rank, seconds=away_s)
         self._carry_out(self.epochs.attach(rank, self._clock(), epoch=epoch))
 
     def lose(self, rank: int, reason: str) -> None:
@@ -103,8 +106,8 @@ class Leader:
             self._on_failure(f"rank {rank} is lost: {reason}")
             return
         if self.epochs.phase is not Phase.STARTING:
-            _LOG.warning("rank %d is lost: %s", rank, reason)
-            self._events.note("rank_lost", f"rank {rank} is lost: {reason}", rank=rank)
+            _LOG.warning("rank %d%s is lost: %s", rank, self._of_pool, reason)
+            self._events.note("rank_lost", f"rank {rank}{self._of_pool} is lost: {reason}", rank=rank)
         self._carry_out(self.epochs.lose(rank, reason, self._clock()))
 
     def take_regrouped(self, rank: int, number: int) -> None:
@@ -116,8 +119,9 @@ class Leader:
         """Handle a rank's report that its steps failed."""
         epoch, reason, is_final = fault
         if epoch == self.epochs.number and (is_final or not self.epochs.faults):  # other ranks report it too
-            _LOG.warning("rank %d stopped in epoch %d: %s", rank, epoch, reason)
-            self._events.note("stopped", f"rank {rank} stopped in epoch {epoch}: {reason}", rank=rank)
+            _LOG.warning("rank %d%s stopped in epoch %d: %s", rank, self._of_pool, epoch, reason)
+            said = f"rank {rank}{self._of_pool} stopped in epoch {epoch}: {reason}"
+            self._events.note("stopped", said, rank=rank)
         self._carry_out(self.epochs.take_fault(rank, epoch, reason, is_final=is_final, now_s=self._clock()))
 
     def close(self) -> None:
@@ -144,7 +148,8 @@ class Leader:
         if self._placement.home is None:
             self._on_failure("no rank that returned to the front has the home placement of the experts")
             return
-        placement = self._surviving(self._placement.home, epoch.members)
+        places = [self.epochs.ranks.index(rank) for rank in epoch.members]
+        placement = self._surviving(self._placement.home, places)
         order = Order(epoch.number, epoch.members, placement.with_version(self._placement.next_version()))
         self.epochs.grant(self._read_s(placement))
         self._begun_s = self._clock()
@@ -177,13 +182,14 @@ class Leader:
         if epochs.phase is said or said is Phase.STARTING:
             return
         if epochs.phase is Phase.WAITING:
-            _LOG.warning("waiting for a rank to come back: %s", epochs.describe())
-            self._events.note("waiting", f"no rank is serving: {epochs.describe()}")
+            _LOG.warning("waiting for a rank%s to come back: %s", self._of_pool, epochs.describe())
+            self._events.note("waiting", f"no rank{self._of_pool} is serving: {epochs.describe()}")
         elif epochs.phase is Phase.SERVING:
             members = " ".join(map(str, epochs.members))
             seconds = self._clock() - self._begun_s
-            _LOG.warning("epoch %d: ranks %s serve after %.2f s", epochs.number, members, seconds)
-            self._events.note("regrouped", f"epoch {epochs.number}: ranks {members} serve", seconds=seconds)
+            said = f"epoch {epochs.number}{self._of_pool}: ranks {members} serve"
+            _LOG.warning("%s after %.2f s", said, seconds)
+            self._events.note("regrouped", said, seconds=seconds)
 
     def _set_timer(self) -> None:
         self.close()

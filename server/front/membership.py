@@ -1,4 +1,4 @@
-"""The members of each epoch: the front's decisions, as a state machine without clock, network or placements.
+"""The members of each epoch of a pool: the front's decisions, as a state machine without clock, network or placements.
 
 The front is the leader. It is the single point of failure anyway, so ranks need no consensus: they follow its newest
 order. Each event is a call with its time, and returns the effects to carry out.
@@ -23,7 +23,7 @@ MAX_FAULTS, FAULTS_S = 5, 60.0  # faults may end this many epochs in this time; 
 
 
 class Phase(Enum):
-    """The state of the service."""
+    """The state of a pool."""
 
     STARTING = "starting"  # some ranks have not attached yet
     SERVING = "serving"
@@ -58,7 +58,7 @@ class Effects:
 
     order: Epoch | None = None  # send it to its members
     given_up: tuple[GivenUp, ...] = ()
-    failure: str | None = None  # if set, the service must end
+    failure: str | None = None  # if set, the pool cannot serve
 
 
 class _Fault(NamedTuple):
@@ -72,23 +72,28 @@ _NOTHING = Effects()
 
 
 class Epochs:
-    """The membership of one service. Times come from one monotonic clock."""
+    """The membership of one pool. Times come from one monotonic clock."""
 
     def __init__(
         self,
         num_ranks: int,
         *,
         recovery_timeout_s: float,
+        first_rank: int = 0,
         fault_grace_s: float = FAULT_GRACE_S,
         regroup_timeout_s: float = REGROUP_TIMEOUT_S,
     ) -> None:
-        """Args: recovery_timeout_s is the time without a serving rank after which the service ends."""
+        """Args: recovery_timeout_s is the time without a serving rank after which the pool has failed.
+
+        first_rank is the number of the pool's first rank in the service; its ranks are consecutive.
+        """
         self.num_ranks = num_ranks
+        self.ranks = range(first_rank, first_rank + num_ranks)
         self.number = 0
         self.members: tuple[int, ...] = ()
         self.phase = Phase.STARTING
         self.missing: dict[int, Absence] = {}  # former members that are away
-        self.num_losses = [0] * num_ranks  # counters by rank
+        self.num_losses = dict.fromkeys(self.ranks, 0)  # counters by rank
         self._recovery_timeout_s = recovery_timeout_s
         self._fault_grace_s, self._regroup_timeout_s = fault_grace_s, regroup_timeout_s
         self._attached: set[int] = set()
@@ -109,7 +114,7 @@ class Epochs:
     @property
     def absent(self) -> list[int]:
         """Ranks that are not attached."""
-        return [rank for rank in range(self.num_ranks) if rank not in self._attached]
+        return [rank for rank in self.ranks if rank not in self._attached]
 
     @property
     def faults(self) -> dict[int, str]:
@@ -145,7 +150,7 @@ class Epochs:
             self.missing.pop(rank, None)
             return self._order(now_s)
         if len(self._attached) == self.num_ranks:  # they have met without an order
-            self.members = tuple(range(self.num_ranks))
+            self.members = tuple(self.ranks)
             self._met, self._settled = set(self.members), set(self.members)
             self.phase = Phase.SERVING
         return _NOTHING

@@ -1,10 +1,27 @@
 """Explain why requests are refused or placements cannot change."""
 
+from collections.abc import Mapping
+
 from server.front.membership import Epochs, Phase
 
 
+def why_service_not_ready(pools: Mapping[str, Epochs]) -> str | None:
+    """Return what a service waits for, or None if a pool serves or soon will. At the start, all pools must be ready.
+
+    Args:
+        pools: The membership of each pool, by name.
+    """
+    reasons = {name: why_not_ready(epochs) for name, epochs in pools.items()}
+    is_starting = any(epochs.phase is Phase.STARTING and not epochs.is_resuming for epochs in pools.values())
+    if None in reasons.values() and not is_starting:
+        return None
+    if len(pools) == 1:
+        return next(iter(reasons.values()))
+    return "; ".join(f"pool {name}: {reason}" for name, reason in reasons.items() if reason is not None)
+
+
 def why_not_ready(epochs: Epochs) -> str | None:
-    """Return what the service waits for, or None if a rank serves or soon will."""
+    """Return what a pool waits for, or None if a rank serves or soon will."""
     if epochs.phase is Phase.STARTING:
         return f"waiting for {_ranks(epochs.absent)} of {epochs.num_ranks}"
     if epochs.phase is Phase.WAITING:

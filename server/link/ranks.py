@@ -56,6 +56,20 @@ class RankLost(NamedTuple):
     reason: str
 
 
+class PoolRanks:
+    """The ranks of a pool."""
+
+    def __init__(self, ranks: "Ranks", numbers: range) -> None:
+        """Args: numbers are the ranks' numbers in the service."""
+        self.num_ranks = len(numbers)
+        self._ranks, self._numbers = ranks, numbers
+
+    def post_all(self, message: ToRank) -> None:
+        """Send a message to all ranks of the pool."""
+        for rank in self._numbers:
+            self._ranks.post(rank, message)
+
+
 class AttachedRank:
     """One rank's stream: its facts, its last statistics and its outbox."""
 

@@ -1,8 +1,8 @@
 """The front process: one event loop with the HTTP server, the gRPC server for ranks, and the journal between them.
 
 It binds and announces both sockets before any slow work, so that ranks and clients can connect while the tokenizer
-loads. It does not import torch: it only tokenizes, and torch would cost 180 MB. `front.leader` handles a rank that is lost
-while serving; a rank that is lost during the start ends the service.
+loads. It does not import torch: it only tokenizes, and torch would cost 180 MB. `pool_front` leads each pool. A rank that is
+lost while serving is its pool's concern; a rank that is lost during the start ends the service.
 
 A front that replaces a killed one takes over its ports and its token. The ranks reconnect with the state it needs and form a
 new group. Answers in progress ended with the old front.
@@ -30,15 +30,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, assert_never
 
-from expert_placement.survivors import surviving
 from scheduler.epochs.connections import break_silent
-from scheduler.epochs.heartbeat import LOOK_EVERY_S, Heartbeat, Watch
-from scheduler.epochs.orders import Order
-from scheduler.moves.reports import ExpertMap, LoadReport, MoveState, PlacementReport
+from scheduler.epochs.heartbeat import LOOK_EVERY_S, Heartbeat
+from scheduler.moves.reports import ExpertMap, LoadReport
 from server.front.errors import ApiError
 from server.front.journal import Journal
-from server.front.leader import Leader
-from server.front.membership import Epochs
 from server.front.nodes import Nodes
 from server.http.observability.logs import logging_to
 from server.http.observability.metrics import Metrics
@@ -51,7 +47,6 @@ from server.link.messages import (
     PlacementUpdate,
     RankFacts,
     Regrouped,
-    Served,
     StepOutput,
 )
 from server.link.ranks import RankLost, Ranks
@@ -64,6 +59,7 @@ from server.serve.preflight.unix_socket import listening_at
 
 if TYPE_CHECKING:  # it imports the planner's compiled kernels
     from server.serve.http_service import HttpService
+    from server.serve.pool_front import PoolFront
 
 _LOG = logging.getLogger("wideep.front")
 LOCAL_HOST = "127.0.0.1"
@@ -139,7 +135,6 @@ async def _run(
         options.engine.num_drafts,
         has_tiers=options.engine.has_kv_tiers,
     )
-    epochs = Epochs(num_ranks, recovery_timeout_s=options.engine.rank_recovery_timeout_s)
     try:
         tokenizer = await asyncio.to_thread(
             slow.Tokenizer, options.model, options.chat_template, options.tokenizer_mode
@@ -148,7 +143,6 @@ async def _run(
             options,
             tokenizer,
             ranks=ranks,
-            epochs=epochs,
             journal=Journal(),
             metrics=metrics,
             kept=kept,
@@ -157,7 +151,7 @@ async def _run(
     except ValueError as error:  # TokenizerError: its class came with the slow import
         return _complain(str(error))
     gc.freeze()  # full collections stop all streams; exclude every object that exists now
-    front = _Front(options, ranks, epochs, metrics, http, ending)
+    front = _Front(options, ranks, metrics, http, ending)
     return await front.run(listener, is_again=before is not None)
 
 
@@ -192,28 +186,18 @@ class _Front:
         self,
         options: Options,
         ranks: Ranks,
-        epochs: Epochs,
         metrics: Metrics,
         http: "HttpService",
         ending: _Ending,
     ) -> None:
         self._options, self._ranks, self._metrics = options, ranks, metrics
         self._http, self._ending = http, ending
-        self._watch = Watch(options.engine.heartbeat_timeout_s)
-        self._watch.begin_epoch(0, range(ranks.num_ranks))
-        self._epochs, self._nodes = epochs, Nodes(ranks.num_ranks)
+        self._nodes = Nodes(ranks.num_ranks)
+        self._pools = {rank: pool for pool in http.pools for rank in pool.pool.ranks}  # by rank
         self._fatal: str | None = None
         self._is_closing = False  # open requests have ended; responses may still be in flight
-        self._leader = Leader(
-            epochs,
-            ranks,
-            http.requests,
-            http.placement,
-            surviving=surviving,
-            on_order=self._on_order,
-            on_failure=self._fail,
-            events=http.events,
-        )
+        for pool in http.pools:
+            pool.lead(http.requests, self._fail_pool)
         ending.on_hurry = self._hurry
 
     async def run(self, listener: socket.socket, *, is_again: bool) -> int:
@@ -223,7 +207,8 @@ class _Front:
             is_again: Whether this front replaces one that has served.
         """
         if is_again:
-            self._leader.resume()
+            for pool in self._http.pools:
+                pool.resume()
         self._look_at_links()
         await self._ranks.serve(self._receive, self._claim)
         serving = asyncio.create_task(self._http.serve(listener))
@@ -252,7 +237,8 @@ class _Front:
         """End requests, responses and ranks: one after the other when draining, otherwise all at once."""
         grace_s = await self._drain()
         self._is_closing = True
-        self._leader.close()
+        for pool in self._http.pools:
+            pool.leader.close()
         if self._ending.now.is_set():
             self._ranks.stop()
         self._http.requests.fail_all(ApiError(503, self._fatal or "The service is stopping."))
@@ -292,7 +278,7 @@ class _Front:
 
     def _receive(self, rank: int, message: RankFacts | FromRank | RankLost) -> None:
         """Handle a rank's message: its facts first, its loss last."""
-        http, leader = self._http, self._leader
+        http = self._http
         match message:
             case StepOutput(outputs, stats):
                 if stats is not None:
@@ -300,20 +286,10 @@ class _Front:
                     http.requests.note_stats(stats)
                 if outputs:
                     http.requests.deliver(rank, outputs)
-            case Heartbeat():
-                self._note_heartbeat(message)
-            case LoadReport():
-                http.experts_load.take_load(message)
-            case ExpertMap():
-                http.experts_load.take_experts(message)
-            case PlacementUpdate():
-                http.placement.take_update(message)
-            case Regrouped(epoch):
-                leader.take_regrouped(rank, epoch)
+            case Heartbeat() | LoadReport() | ExpertMap() | PlacementUpdate() | Regrouped() | Fault():
+                self._pools[rank].receive(rank, message)
             case MemoryUse(resident_bytes):
                 self._metrics.note_memory(rank, resident_bytes)
-            case Fault():
-                leader.take_fault(rank, message)
             case RankFacts():
                 self._attach(message)
             case RankLost(reason):
@@ -322,7 +298,11 @@ class _Front:
                 assert_never(message)
 
     def _claim(self, claim: Claim) -> Claimed:
-        missing = {rank: absence.since_s for rank, absence in self._epochs.missing.items()}
+        missing = {
+            rank: absence.since_s
+            for pool in self._http.pools
+            for rank, absence in pool.epochs.missing.items()
+        }
         return self._nodes.claim(claim, missing, time.monotonic())
 
     def _attach(self, facts: RankFacts) -> None:
@@ -331,23 +311,13 @@ class _Front:
         self._metrics.note_rank(
             facts, cache_dtype=engine.kv_cache_dtype, enable_prefix_caching=engine.enable_prefix_caching
         )
-        self._http.experts_load.note_rank(facts.rank, facts.host)
         self._http.requests.note_rank(facts)
-        if facts.served is not None:
-            self._take_served(facts.rank, facts.served)
+        pool = self._pools[facts.rank]
+        pool.attach(facts)
         if self._is_closing:
             self._ranks.stop()  # too late to serve
         else:
-            self._leader.attach(facts.rank, epoch=facts.served.epoch if facts.served else 0)
-
-    def _take_served(self, rank: int, served: Served) -> None:
-        """Restore the previous front's state from a rank."""
-        placement = self._http.placement
-        if placement.home is None and served.home is not None:
-            report = PlacementReport(rank=rank, version=served.home.version, state=MoveState.SERVING)
-            placement.take_update(PlacementUpdate(report, served.home, served.expert_bytes))
-            self._http.experts_load.take_experts(served.experts)
-        placement.skip_versions(served.version)
+            pool.leader.attach(facts.rank, epoch=facts.served.epoch if facts.served else 0)
 
     def _lose(self, rank: int, reason: str) -> None:
         """Hand a lost rank's requests to the other ranks. While the service is ending, only log the loss."""
@@ -355,18 +325,17 @@ class _Front:
         if self._is_closing or self._ending.now.is_set():
             _LOG.warning("rank %d is lost while the service ends: %s", rank, reason)
         else:
-            self._leader.lose(rank, reason)
+            self._pools[rank].leader.lose(rank, reason)
 
-    def _note_heartbeat(self, heartbeat: Heartbeat) -> None:
-        """Record a rank's progress, and drop ranks with a stuck step; their supervisors restart them."""
-        now_s = time.monotonic()
-        self._watch.take(heartbeat, now_s)
-        for rank, reason in self._watch.suspects(now_s):
-            self._ranks.give_up(rank, reason)
-
-    def _on_order(self, order: Order) -> None:
-        self._watch.begin_epoch(order.epoch, order.members)
-        self._http.experts_load.regroup(order)
+    def _fail_pool(self, pool: "PoolFront", reason: str) -> None:
+        """End the service because a pool cannot serve, unless another one serves or may do so again."""
+        pools = self._http.pools
+        if pool.is_starting or all(each.has_failed for each in pools):
+            self._fail(reason)
+            return
+        said = f"pool {pool.pool.name} does not serve until its ranks return: {reason}"
+        _LOG.error("%s", said)
+        self._http.events.note("pool_lost", said)
 
     def _fail(self, reason: str) -> None:
         """End the service with this reason, unless an earlier one exists."""

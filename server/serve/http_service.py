@@ -20,7 +20,6 @@ import uvicorn
 from fastapi import APIRouter
 from starlette.types import ASGIApp
 
-from expert_placement.history import History
 from server.api.anthropic.messages import messages_routes
 from server.api.ollama.routes import ollama_routes
 from server.api.openai.batches.batch_store import BatchStore
@@ -37,7 +36,6 @@ from server.api.sglang.service_routes import service_routes
 from server.api.tokenize import tokenize_routes
 from server.experts.control import PlacementControl
 from server.experts.dashboard.routes import dashboard_routes
-from server.experts.load import ExpertsLoad
 from server.experts.metrics import ExpertsMetrics
 from server.experts.record_files import default_folder
 from server.experts.routes import expert_load_routes, placement_routes
@@ -46,9 +44,8 @@ from server.front.errors import draining
 from server.front.events import EventLog
 from server.front.generations import Ask
 from server.front.journal import Journal
-from server.front.membership import Epochs
 from server.front.moves import Moves
-from server.front.readiness import why_no_change, why_not_ready
+from server.front.readiness import why_service_not_ready
 from server.front.requests import Requests
 from server.front.routers import ROUTERS
 from server.front.structure.structure_checks import StructureChecks
@@ -72,6 +69,7 @@ from server.link.ranks import Ranks
 from server.machine.steady_clock import SteadyClock
 from server.machine.versions import version_of
 from server.options.table import PRIORITY, HttpOptions, Options
+from server.serve.pool_front import PoolFront
 
 # The same fields of generation_config.json that vLLM uses as defaults.
 _DEFAULTS: dict[str, type[float] | type[int]] = {
@@ -95,7 +93,6 @@ class HttpService:
         tokenizer: Tokenizer,
         *,
         ranks: Ranks,
-        epochs: Epochs,
         journal: Journal,
         metrics: Metrics,
         kept: Path,
@@ -111,8 +108,13 @@ class HttpService:
         Raises:
             OptionsError: The folder for files is unusable.
         """
-        self._ranks, self._epochs, self._journal = ranks, epochs, journal
+        self._ranks, self._journal = ranks, journal
         self.events = EventLog()
+        pools = options.pools_among(ranks.num_ranks)
+        self.pools = tuple(
+            PoolFront(pool, options, ranks, self.events, is_only=len(pools) == 1) for pool in pools
+        )
+        self._epochs = {each.pool.name: each.epochs for each in self.pools}
         self._options, self._throughput = options, metrics.throughput
         self._is_draining = False
         router = ROUTERS[options.routing_policy](ranks.num_ranks)
@@ -128,18 +130,13 @@ class HttpService:
             admission=Admission(options.max_num_queued_reqs),
             on_ask=RequestLog(tokenizer).note if options.log.requests else _ignore,
             on_answer=note_answer,
-            why_not_ready=lambda: why_not_ready(epochs),
+            why_not_ready=lambda: why_service_not_ready(self._epochs),
             who_asks=asker_of_exchange,
         )
         self.model = _served_model(options, tokenizer, ranks)
-        eplb = options.engine.eplb_config
-        self.experts_load = ExpertsLoad(options.served_model_names[0], window_steps=eplb.window_size)
-        history = History(Path(eplb.history_file) if eplb.history_file else None)
-        self.placement = PlacementControl(
-            ranks, self.experts_load, eplb, history, why_no_change=lambda: why_no_change(epochs)
-        )
         self._balances = options.enable_eplb
-        metrics.add(ExpertsMetrics(self.experts_load, options.served_model_names[0]))
+        epochs, loads = self._epochs, {each.pool.name: each.load for each in self.pools}
+        metrics.add(ExpertsMetrics(loads, options.served_model_names[0]))
         metrics.add(FrontMetrics(self.requests, router, options.served_model_names[0]))
         metrics.add(MembershipMetrics(epochs, journal, self._num_parked, options.served_model_names[0]))
         version = version_of("wideep") or "0+unknown"  # an uninstalled checkout
@@ -210,13 +207,15 @@ class HttpService:
                 self.model,
                 self.requests,
                 version=version,
-                num_ranks=self._ranks.num_ranks,
+                pools=[each.pool for each in self.pools],
                 forget_prefixes=self._ranks.forget_prefixes,
                 facts=lambda: [stream.facts for _, stream in sorted(self._ranks.attached.items())],
                 target_itl_ms=options.engine.target_itl_ms,
                 shows_path=not options.needs_key,
             ),
-            placement_routes(self.placement, options.engine.eplb_config),
+            placement_routes(
+                {each.pool.name: each.placement for each in self.pools}, options.engine.eplb_config
+            ),
             ops_routes(version, metrics, self.why_not_ready),
             membership_routes(
                 self._epochs, self._journal, self._num_parked, self.events, metrics.tiers, self._moves.drains
@@ -226,7 +225,7 @@ class HttpService:
             docs_routes(),
             throughput_routes(metrics.throughput),
             expert_load_routes(
-                self.experts_load,
+                {each.pool.name: each.load for each in self.pools},
                 rank_steps=lambda: _steps(self._ranks),
                 record_directory=Path(environment.get(_RECORD_VARIABLE) or default_folder()),
             ),
@@ -236,7 +235,7 @@ class HttpService:
         """Serve HTTP on a bound socket until `stop` is called."""
         tasks = [asyncio.create_task(self._keep_ticking()), asyncio.create_task(self._batch_runs.serve())]
         if self._balances:
-            tasks.append(asyncio.create_task(self._keep_balancing()))
+            tasks += [asyncio.create_task(_keep_balancing(each.placement)) for each in self.pools]
         try:
             await self._server.serve(sockets=[listener])
         finally:
@@ -251,15 +250,6 @@ class HttpService:
         while True:
             await asyncio.sleep(EVERY_S)
             self._throughput.tick(logs=self._options.log.stats)
-
-    async def _keep_balancing(self) -> None:
-        """Rebalance experts. After an error, log it and start again after a pause."""
-        while True:
-            try:
-                await self.placement.run()
-            except Exception:  # noqa: BLE001 - nothing else handles errors of this task
-                _LOG.exception("expert rebalancing failed; retrying in %g s", _BALANCING_PAUSE_S)
-            await asyncio.sleep(_BALANCING_PAUSE_S)
 
     async def drain(self) -> None:
         """Turn /health to 503, refuse new requests, and wait for the open ones to end."""
@@ -281,7 +271,17 @@ class HttpService:
 
     def why_not_ready(self) -> str | None:
         """Return why the service is not ready, or None if it is."""
-        return "it is shutting down" if self._is_draining else why_not_ready(self._epochs)
+        return "it is shutting down" if self._is_draining else why_service_not_ready(self._epochs)
+
+
+async def _keep_balancing(placement: PlacementControl) -> None:
+    """Rebalance a pool's experts. After an error, log it and start again after a pause."""
+    while True:
+        try:
+            await placement.run()
+        except Exception:  # noqa: BLE001 - nothing else handles errors of this task
+            _LOG.exception("expert rebalancing failed; retrying in %g s", _BALANCING_PAUSE_S)
+        await asyncio.sleep(_BALANCING_PAUSE_S)
 
 
 class _Server(uvicorn.Server):

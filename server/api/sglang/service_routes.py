@@ -29,6 +29,7 @@ from server.front.generations import Ask
 from server.front.requests import Requests
 from server.http.routes import STREAM_RESPONSE, new_router, validated
 from server.link.messages import RankFacts
+from server.options.pools import Pool, num_ranks_of
 
 GENERATES_WITHIN_S = 20.0  # SGLang's, for /health_generate
 
@@ -38,7 +39,7 @@ def service_routes(
     requests: Requests,
     *,
     version: str,
-    num_ranks: int,
+    pools: Sequence[Pool],
     facts: Callable[[], Sequence[RankFacts]] = tuple,
     forget_prefixes: Callable[[], None] = lambda: None,
     target_itl_ms: float | None = None,
@@ -81,7 +82,7 @@ def service_routes(
         model,
         requests,
         version=version,
-        num_ranks=num_ranks,
+        pools=pools,
         facts=facts,
         target_itl_ms=target_itl_ms,
         shown_path=model.directory if shows_path else model.names[0],
@@ -139,7 +140,7 @@ def _add_sglang_routes(
     requests: Requests,
     *,
     version: str,
-    num_ranks: int,
+    pools: Sequence[Pool],
     facts: Callable[[], Sequence[RankFacts]],
     target_itl_ms: float | None,
     shown_path: str,
@@ -164,7 +165,8 @@ def _add_sglang_routes(
     @router.get("/get_server_info", response_model=None)
     @router.get("/server_info", response_model=None)
     async def show_server_info() -> dict[str, Any]:
-        """Show the server in SGLang's format, with the fields that apply here: attention is data-parallel."""
+        """Show the server in SGLang's format, with the fields that apply here: attention is data-parallel. `ep_size` is that
+        of the first pool."""
         ranks = facts()
         return {
             "version": version,
@@ -172,8 +174,9 @@ def _add_sglang_routes(
             "served_model_name": model.names[0],
             "context_length": model.max_len(),
             "tp_size": 1,
-            "dp_size": num_ranks,
-            "ep_size": num_ranks,
+            "dp_size": num_ranks_of(pools),
+            "ep_size": pools[0].num_ranks,
+            "pools": [{"pool": pool.name, "ranks": list(pool.ranks)} for pool in pools],
             "device": ranks[0].device if ranks else None,
             "page_size": ranks[0].block_tokens if ranks else None,
             "chunked_prefill_size": ranks[0].max_num_batched_tokens if ranks else None,

@@ -6,7 +6,7 @@ values are computed at each scrape.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -79,12 +79,13 @@ _LABELS = ("model_name", "engine")
 
 
 class MembershipMetrics(Collector):  # type: ignore[misc]
-    """Exports epochs and journal."""
+    """Exports the epochs of all pools, and the journal. Metrics of pools have the label `pool` if there are several."""
 
     def __init__(
-        self, epochs: Epochs, journal: Journal, num_parked: Callable[[], int], model_name: str
+        self, pools: Mapping[str, Epochs], journal: Journal, num_parked: Callable[[], int], model_name: str
     ) -> None:
-        self._epochs, self._journal, self._num_parked = epochs, journal, num_parked
+        """Args: pools are the membership of each pool, by name."""
+        self._pools, self._journal, self._num_parked = pools, journal, num_parked
         self._model_name = model_name
 
     def describe(self) -> list[Metric]:
@@ -92,18 +93,14 @@ class MembershipMetrics(Collector):  # type: ignore[misc]
         return []
 
     def collect(self) -> Iterator[Metric]:
-        for name, text, value in (
-            ("wideep:epoch", "Membership changes since the start.", self._epochs.number),
-            ("wideep:members", "Ranks in the current epoch.", len(self._epochs.members)),
-            (
-                "wideep:parked_choices",
-                "Accepted choices that wait for a rank to return.",
-                self._num_parked(),
-            ),
-        ):
-            gauge = GaugeMetricFamily(name, text, labels=("model_name",))
-            gauge.add_metric((self._model_name,), float(value))
-            yield gauge
+        yield from self._of_pools()
+        parked = GaugeMetricFamily(
+            "wideep:parked_choices",
+            "Accepted choices that wait for a rank to return.",
+            labels=("model_name",),
+        )
+        parked.add_metric((self._model_name,), float(self._num_parked()))
+        yield parked
         replayed = CounterMetricFamily(
             "wideep:replayed_requests", "Choices moved from lost ranks.", labels=("model_name",)
         )
@@ -125,12 +122,24 @@ class MembershipMetrics(Collector):  # type: ignore[misc]
         yield moves
         yield from self._ranks()
 
+    def _of_pools(self) -> Iterator[Metric]:
+        has_several = len(self._pools) > 1
+        for name, text, value_of in (
+            ("wideep:epoch", "Membership changes since the start.", lambda epochs: epochs.number),
+            ("wideep:members", "Ranks in the current epoch.", lambda epochs: len(epochs.members)),
+        ):
+            labels = ("model_name", "pool") if has_several else ("model_name",)
+            gauge = GaugeMetricFamily(name, text, labels=labels)
+            for pool, epochs in self._pools.items():
+                gauge.add_metric((self._model_name, pool)[: len(labels)], float(value_of(epochs)))
+            yield gauge
+
     def _ranks(self) -> Iterator[Metric]:
-        epochs = self._epochs
         healthy = GaugeMetricFamily("vllm:engine_healthy", "1 while the rank serves.", labels=_LABELS)
         losses = CounterMetricFamily("wideep:rank_losses", "Number of losses of the rank.", labels=_LABELS)
-        for rank, count in enumerate(epochs.num_losses):
-            labels = (self._model_name, str(rank))
-            healthy.add_metric(labels, float(epochs.phase is Phase.SERVING and rank in epochs.members))
-            losses.add_metric(labels, float(count))
+        for epochs in self._pools.values():
+            for rank, count in epochs.num_losses.items():
+                labels = (self._model_name, str(rank))
+                healthy.add_metric(labels, float(epochs.phase is Phase.SERVING and rank in epochs.members))
+                losses.add_metric(labels, float(count))
         yield from (healthy, losses)

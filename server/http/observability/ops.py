@@ -6,7 +6,7 @@ ranks work here; the other fields are WideEP's. There are no instructions to app
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter
@@ -83,7 +83,7 @@ SCHEMA_VERSION = 1
 
 
 def membership_routes(
-    epochs: Epochs,
+    pools: Mapping[str, Epochs],
     journal: Journal,
     num_parked: Callable[[], int],
     events: EventLog,
@@ -94,10 +94,10 @@ def membership_routes(
     router = new_router()
 
     async def show_status() -> dict[str, Any]:
-        """Return the serving ranks, the missing ranks with reason and time, draining ranks, the tiers of the KV cache, and
-        past events.
+        """Return the serving ranks, the missing ranks with reason and time, draining ranks, pools, the tiers of the KV cache,
+        and past events.
         """
-        status = status_of(epochs, time.monotonic(), time.time(), drains())
+        status = status_of(pools, time.monotonic(), time.time(), drains())
         told = {"tiers": tiers.to_json(), "events": events.to_json()}
         return {**status, **_requests(journal, num_parked()), **told}
 
@@ -106,9 +106,15 @@ def membership_routes(
 
 
 def status_of(
-    epochs: Epochs, now_s: float, now_unix_s: float, drains: Sequence[Drain] = ()
+    pools: Mapping[str, Epochs], now_s: float, now_unix_s: float, drains: Sequence[Drain] = ()
 ) -> dict[str, Any]:
-    """Return the ranks' state as JSON. Both times are the present, on the monotonic clock and in seconds since 1970."""
+    """Return the ranks' state as JSON, of the service and of each pool.
+
+    Args:
+        pools: The membership of each pool, by name.
+        now_s: The present, on the monotonic clock. `now_unix_s`: The same in seconds since 1970.
+    """
+    every = list(pools.values())
     missing = [
         {
             "rank": rank,
@@ -116,22 +122,48 @@ def status_of(
             "since": round(now_unix_s - (now_s - absence.since_s), 3),
             "seconds": round(now_s - absence.since_s, 3),
         }
+        for epochs in every
         for rank, absence in sorted(epochs.missing.items())
     ]
     return {
         "schema_version": SCHEMA_VERSION,
-        "phase": epochs.phase.value,
-        "epoch": epochs.number,
-        "members": list(epochs.members),
+        "phase": phase_of(every).value,
+        "epoch": sum(epochs.number for epochs in every),
+        "members": [rank for epochs in every for rank in epochs.members],
         "missing": missing,
-        "faults": [{"rank": rank, "reason": reason} for rank, reason in sorted(epochs.faults.items())],
+        "faults": [
+            {"rank": rank, "reason": reason}
+            for epochs in every
+            for rank, reason in sorted(epochs.faults.items())
+        ],
         "draining": [
             {"rank": each.rank, "requests": each.num_requests, "seconds": round(each.seconds, 3)}
             for each in drains
         ],
-        "losses": sum(epochs.num_losses),
-        "total_engines": epochs.num_ranks,
-        "engines": [_engine(epochs, rank) for rank in range(epochs.num_ranks)],
+        "losses": sum(sum(epochs.num_losses.values()) for epochs in every),
+        "total_engines": sum(epochs.num_ranks for epochs in every),
+        "engines": [_engine(epochs, rank) for epochs in every for rank in epochs.ranks],
+        "pools": [_pool(name, epochs) for name, epochs in pools.items()],
+    }
+
+
+def phase_of(pools: Sequence[Epochs]) -> Phase:
+    """Return the phase of the service: that of the pool that is closest to serving, once all have started."""
+    phases = [epochs.phase for epochs in pools]
+    if any(epochs.phase is Phase.STARTING and not epochs.is_resuming for epochs in pools):
+        return Phase.STARTING
+    return next(
+        phase for phase in (Phase.SERVING, Phase.REGROUPING, Phase.WAITING, Phase.STARTING) if phase in phases
+    )
+
+
+def _pool(name: str, epochs: Epochs) -> dict[str, Any]:
+    return {
+        "pool": name,
+        "ranks": list(epochs.ranks),
+        "phase": epochs.phase.value,
+        "epoch": epochs.number,
+        "members": list(epochs.members),
     }
 
 

@@ -29,7 +29,7 @@ def shown(monkeypatch: pytest.MonkeyPatch, answer: Any, *words: str) -> int:
 
 def answer_of(epochs: Epochs, events: EventLog) -> dict[str, Any]:
     return {
-        **status_of(epochs, 14.0, 1000.0),
+        **status_of({"both": epochs}, 14.0, 1000.0),
         "replays": 3,
         "waiting_requests": 0,
         "events": events.to_json(),
@@ -56,6 +56,27 @@ def test_a_lost_rank_is_named_with_its_reason_and_the_last_events(
     assert [line[-7:] for line in lines[3:]] == [f"event {number}" for number in range(2, 7)]
 
 
+def test_several_pools_have_a_line_each(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pools = {
+        "prefill": Epochs(1, recovery_timeout_s=9.0),
+        "decode": Epochs(3, recovery_timeout_s=9.0, first_rank=1),
+    }
+    for epochs in pools.values():
+        for rank in epochs.ranks:
+            epochs.attach(rank, 0.0)
+    pools["decode"].lose(2, "killed", 10.0)
+    answer = {**answer_of(pools["prefill"], EventLog()), **status_of(pools, 14.0, 1000.0)}
+    assert shown(monkeypatch, answer) == 0, "one pool serves"
+    assert capsys.readouterr().out.splitlines()[:4] == [
+        "serving: 3 of 4 ranks serve, epoch 1",
+        "pool prefill (rank 0): serving, 1 of 1 serve, epoch 0",
+        "pool decode (ranks 1 to 3): regrouping, 2 of 3 serve, epoch 1",
+        "rank 2 is missing for 4 s: killed",
+    ]
+
+
 def test_a_draining_rank_is_named_with_its_requests(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -63,7 +84,7 @@ def test_a_draining_rank_is_named_with_its_requests(
     for rank in (0, 1):
         epochs.attach(rank, 0.0)
     for num_requests, text in ((0, "no requests left"), (1, "1 request left"), (7, "7 requests left")):
-        status = status_of(epochs, 14.0, 1000.0, [Drain(1, num_requests, 3.2)])
+        status = status_of({"both": epochs}, 14.0, 1000.0, [Drain(1, num_requests, 3.2)])
         assert shown(monkeypatch, answer_of(epochs, EventLog()) | status) == 0
         assert f"rank 1 is draining for 3 s: {text}" in capsys.readouterr().out
 

@@ -275,7 +275,7 @@ def test_over_http_plans_change_nothing_and_applying_does() -> None:
     async def test() -> None:
         ranks = PlayedRanks()
         control, load = control_of(ranks)
-        app = build_app([placement_routes(control, CONFIG)], version="0", keys=ApiKeys(("k",)))
+        app = build_app([placement_routes({"both": control}, CONFIG)], version="0", keys=ApiKeys(("k",)))
         key = {"Authorization": "Bearer k"}
         async with client_of(app) as client:
 
@@ -307,7 +307,7 @@ def test_over_http_a_change_that_is_dropped_is_an_error_that_says_what_serves(
 ) -> None:
     async def test() -> None:
         control, _ = control_of(PlayedRanks(failing=(1,)))
-        app = build_app([placement_routes(control, CONFIG)], version="0", keys=ApiKeys())
+        app = build_app([placement_routes({"both": control}, CONFIG)], version="0", keys=ApiKeys())
         async with client_of(app) as client:
             answer = await client.post("/experts/apply", json={"placement": to_json(OTHER)})
         told = answer.json()
@@ -324,7 +324,7 @@ def test_over_http_a_change_may_be_begun_and_looked_at_until_it_ends() -> None:
     async def test() -> None:
         ranks = SilentRanks()
         control, _ = control_of(ranks)
-        app = build_app([placement_routes(control, CONFIG)], version="0", keys=ApiKeys())
+        app = build_app([placement_routes({"both": control}, CONFIG)], version="0", keys=ApiKeys())
         async with client_of(app) as client:
             begun = await client.post("/experts/apply", json={"placement": to_json(OTHER), "wait": False})
             assert (begun.status_code, begun.json()) == (202, {"change": 1})
@@ -348,7 +348,7 @@ def test_the_command_line_and_the_front_understand_each_other(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     control, _ = control_of(PlayedRanks())
-    app = build_app([placement_routes(control, CONFIG)], version="0", keys=ApiKeys())
+    app = build_app([placement_routes({"both": control}, CONFIG)], version="0", keys=ApiKeys())
     save_placement(OTHER, tmp_path / "other.json")
     with TestClient(app, base_url="http://127.0.0.1") as http:  # one event loop for all requests
 

@@ -1,6 +1,7 @@
 """The front's processing of ranks' reports: differences of counters, the JSON of GET /experts/load, metrics."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ def loaded() -> ExpertsLoad:
 
 def metrics_of(load: ExpertsLoad) -> dict[str, float]:
     registry = CollectorRegistry()
-    registry.register(ExpertsMetrics(load, "m"))
+    registry.register(ExpertsMetrics({"both": load}, "m"))
     lines = generate_latest(registry).decode().splitlines()
     return {
         line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")
@@ -117,6 +118,60 @@ def test_an_epoch_has_a_window_of_its_own_with_a_place_for_each_member() -> None
     prefill = [value for name, value in grown.items() if "tokens_per_rank" in name and "prefill" in name]
     assert prefill == [alone[:, 0, EXPERTS:].sum()], "counters continue, but only for the rank that served"
     assert all('engine="0"' not in name for name in grown)
+
+
+def second_pool() -> ExpertsLoad:
+    """Two ranks, 2 and 3 of the service, that reported the same as those of `loaded`."""
+    load = ExpertsLoad("m", first_rank=RANKS, clock=lambda: 1000.0)
+    for rank in range(RANKS):
+        load.note_rank(RANKS + rank, f"host{rank}")
+    load.take_experts(expert_map())
+    for step in (10, 20):
+        for rank in range(RANKS):
+            load.take_load(replace(report(rank, step, counts(rank) * step), rank=RANKS + rank))
+    return load
+
+
+def test_a_pool_s_load_is_the_same_with_the_ranks_numbers_in_the_service() -> None:
+    first, second = loaded(), second_pool()
+    assert [each["rank"] for each in told(second)["ranks"]] == [2, 3]
+    renumbered = [{**each, "rank": each["rank"] - RANKS} for each in told(second)["ranks"]]
+    assert renumbered == told(first)["ranks"]
+    second.recorder.start()
+    second.regroup(Order(1, (3,), linear_placement(LAYERS, EXPERTS, 1).with_version(4)))
+    alone = np.concatenate(
+        (counts(5)[..., :EXPERTS], counts(5)[..., :EXPERTS].sum(axis=2)[..., None]), axis=2
+    )
+    before = second.totals and second.totals[3].steps
+    not_sent = {"dispatch_bytes": NOT_SENT, "combine_bytes": NOT_SENT}
+    second.take_load(replace(report(1, 3, alone, epoch=1, **not_sent), rank=3))
+    assert second.totals is not None and second.totals[3].steps == (before or 0) + 3
+    assert second.experts is not None
+    recorded: Any = sum(row.counts for row in second.recorder.take("m", second.experts).rows)
+    np.testing.assert_array_equal(recorded[..., EXPERTS], 0 * alone[..., EXPERTS])
+    np.testing.assert_array_equal(recorded[..., EXPERTS + 1], alone[..., EXPERTS])
+
+
+def test_metrics_of_several_pools_have_their_names_and_ranks_keep_theirs() -> None:
+    registry = CollectorRegistry()
+    unknown = ExpertsLoad("m", first_rank=4)
+    pools = {"prefill": loaded(), "decode": second_pool(), "later": unknown}
+    registry.register(ExpertsMetrics(pools, "m"))
+    lines = generate_latest(registry).decode().splitlines()
+    types = [line for line in lines if line.startswith("# TYPE ")]
+    assert len(types) == len(set(types)), "a family of several pools is written once"
+    found = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if line[0] != "#"}
+    alone = metrics_of(loaded())
+    for phase in ("prefill", "decode"):
+        even = alone[f'vllm:eplb_balancedness_avg{{model_name="m",phase="{phase}"}}']
+        for pool in ("prefill", "decode"):
+            assert (
+                found[f'vllm:eplb_balancedness_avg{{model_name="m",phase="{phase}",pool="{pool}"}}'] == even
+            )
+    name = "wideep:steps_total"
+    assert [found[f'{name}{{engine="{rank}",model_name="m"}}'] for rank in range(4)] == [20] * 4
+    assert found['vllm:eplb_rearrangements_total{model_name="m",pool="decode"}'] == 0
+    assert not any("later" in series for series in found)
 
 
 def test_a_recording_goes_on_while_a_rank_is_away() -> None:

@@ -19,12 +19,19 @@ HOME = linear_placement(2, 6, 3)
 class Service:
     """Everything around a leader. It records the calls in order."""
 
-    def __init__(self, *, has_home: bool = True, recovery_timeout_s: float = 600.0) -> None:
+    def __init__(
+        self,
+        *,
+        has_home: bool = True,
+        recovery_timeout_s: float = 600.0,
+        first_rank: int = 0,
+        pool: str = "",
+    ) -> None:
         self.told: list[tuple[object, ...]] = []
         self.home: Placement | None = HOME if has_home else None
         self.version, self.now_s, self.expert_bytes = HOME.version, 0.0, 0
         self.events = EventLog(calendar=lambda: 1_000.0 + self.now_s)
-        self.epochs = Epochs(3, recovery_timeout_s=recovery_timeout_s)
+        self.epochs = Epochs(3, recovery_timeout_s=recovery_timeout_s, first_rank=first_rank)
         self.leader = Leader(
             self.epochs,
             self,
@@ -35,9 +42,10 @@ class Service:
             on_failure=lambda reason: self.told.append(("failed", reason)),
             clock=lambda: self.now_s,
             events=self.events,
+            pool=pool,
         )
         self.orders: list[Order] = []
-        for rank in range(3):
+        for rank in self.epochs.ranks:
             self.leader.attach(rank)
 
     def next_version(self) -> int:
@@ -113,6 +121,23 @@ def test_events_have_the_cause_and_how_long_it_took() -> None:
             (1_009.0, "regrouped", None, 0.0),
         ]
         assert service.events.to_json()[0]["text"] == "rank 1 is lost: killed"
+
+    asyncio.run(test())
+
+
+def test_a_pool_is_named_and_its_ranks_have_the_numbers_of_the_service() -> None:
+    async def test() -> None:
+        service = Service(first_rank=4, pool="decode")
+        service.leader.lose(5, "killed")
+        for rank in (4, 6):
+            service.leader.take_regrouped(rank, 1)
+        service.leader.close()
+        assert ("ranks", 1, (4, 6)) in service.told and ("leave", 5) in service.told
+        assert service.orders[-1].placement.digest() == surviving(HOME, (0, 2)).digest()
+        assert [each["text"] for each in service.events.to_json()] == [
+            "rank 5 of pool decode is lost: killed",
+            "epoch 1 of pool decode: ranks 4 6 serve",
+        ]
 
     asyncio.run(test())
 

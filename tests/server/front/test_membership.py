@@ -47,6 +47,16 @@ def test_a_service_begins_when_all_ranks_have_attached() -> None:
     assert epochs.is_whole and epochs.settled == {0, 1}
 
 
+def test_a_pool_has_the_numbers_of_its_ranks_in_the_service() -> None:
+    epochs = Epochs(2, recovery_timeout_s=RECOVERY_S, first_rank=3)
+    epochs.attach(4, 0.0)
+    assert epochs.absent == [3]
+    epochs.attach(3, 0.0)
+    assert (epochs.phase, epochs.members, epochs.num_losses) == (Phase.SERVING, (3, 4), {3: 0, 4: 0})
+    assert epochs.lose(3, "killed", 5.0) == Effects(order=Epoch(1, (4,)))
+    assert epochs.num_losses == {3: 1, 4: 0} and epochs.absent == [3]
+
+
 def test_a_rank_that_is_lost_before_the_service_has_begun_ends_it() -> None:
     epochs = Epochs(2, recovery_timeout_s=RECOVERY_S)
     epochs.attach(1, 0.0)

@@ -237,9 +237,9 @@ def test_every_metric_and_label_of_our_dashboard_exists(metrics: Metrics) -> Non
     for step in (10, 20):
         for rank in range(RANKS):
             load.take_load(report(rank, step, step * counts(rank)))
-    metrics.add(ExpertsMetrics(load, "m"))
+    metrics.add(ExpertsMetrics({"both": load}, "m"))
     epochs = Epochs(2, recovery_timeout_s=600.0)
-    metrics.add(MembershipMetrics(epochs, Journal(), lambda: 0, "m"))
+    metrics.add(MembershipMetrics({"both": epochs}, Journal(), lambda: 0, "m"))
     labels: dict[str, set[str]] = {}
     for family in families_of(metrics).values():
         for sample in family.samples:

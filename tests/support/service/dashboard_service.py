@@ -57,7 +57,7 @@ def rank_status(
     for rank, reason in (lost or {}).items():
         events.note("rank_lost", f"rank {rank} is lost: {reason}", rank=rank)
         events.note("regrouped", f"epoch {epochs.number}: ranks 0 serve", seconds=0.4)
-    status = status_of(epochs, 22.0, time.time())
+    status = status_of({"both": epochs}, 22.0, time.time())
     return {
         **status,
         "replays": 3 if lost else 0,
@@ -123,6 +123,7 @@ class DashboardService:
     def __init__(self) -> None:
         self.answer: dict[str, Any] = {}  # answer of GET /experts/load
         self.status = 200
+        self.asked_pools: list[str | None] = []  # of GET /experts/load
         self.ranks = rank_status(2)  # GET /v1/fault_tolerance/status
         self.throughput = throughput_answer()  # GET /throughput; {} is a 404
         self.facts: dict[str, Any] = {  # GET /server_info; {} is a 401, as with API keys
@@ -146,7 +147,8 @@ class DashboardService:
         """Return the address of the page."""
         return f"http://127.0.0.1:{self._port}/dashboard"
 
-    async def _show_load(self) -> Response:
+    async def _show_load(self, pool: str | None = None) -> Response:
+        self.asked_pools.append(pool)
         return JSONResponse(self.answer, self.status)
 
     async def _show_ranks(self) -> Response:

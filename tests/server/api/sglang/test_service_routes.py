@@ -12,6 +12,7 @@ from server.api.served import ServedModel
 from server.api.sglang.service_routes import service_routes
 from server.http.app import build_app
 from server.http.guards import ApiKeys
+from server.options.pools import single_pool
 from tests.support.models.tiny_tokenizer import MAX_LEN
 from tests.support.requests.asgi import ask
 from tests.support.service.front_process import FrontProcess
@@ -74,7 +75,7 @@ def test_the_target_between_tokens_is_told(target_itl_ms: float | None) -> None:
         created=0,
         structures=nothing,
     )
-    routes = service_routes(model, nothing, version="0", num_ranks=1, target_itl_ms=target_itl_ms)
+    routes = service_routes(model, nothing, version="0", pools=single_pool(1), target_itl_ms=target_itl_ms)
     told = ask(build_app([routes], version="0", keys=ApiKeys()), "GET", "/server_info").json()
     assert told["target_itl_ms"] == target_itl_ms
 

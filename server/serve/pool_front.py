@@ -1,0 +1,150 @@
+"""One pool, as the front leads it: its members, heartbeats, placement and expert load.
+
+The front has one of these for each pool. They share nothing, so a pool regroups and rebalances while the others serve.
+Requests, the router, the journal and metrics belong to the service. Ranks have their numbers in the service here.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import assert_never
+
+from expert_placement.history import History
+from expert_placement.survivors import surviving
+from scheduler.epochs.heartbeat import Heartbeat, Watch
+from scheduler.epochs.orders import Order
+from scheduler.moves.reports import ExpertMap, LoadReport, MoveState, PlacementReport
+from server.experts.control import PlacementControl
+from server.experts.load import ExpertsLoad
+from server.front.events import EventLog
+from server.front.leader import Leader, OpenRequests
+from server.front.membership import Epochs, Phase
+from server.front.readiness import why_no_change
+from server.link.messages import Fault, PlacementUpdate, RankFacts, Regrouped, Served
+from server.link.ranks import PoolRanks, Ranks
+from server.options.pools import Pool
+from server.options.table import Options
+
+# The messages of a rank that concern its pool only.
+PoolMessage = Heartbeat | LoadReport | ExpertMap | PlacementUpdate | Regrouped | Fault
+
+
+class PoolFront:
+    """The state of one pool in the front."""
+
+    def __init__(
+        self, pool: Pool, options: Options, ranks: Ranks, events: EventLog, *, is_only: bool = True
+    ) -> None:
+        """Start without attached ranks. `lead` must follow before any rank attaches.
+
+        Args:
+            is_only: Whether the service has no other pool, so that messages need not name it.
+        """
+        engine, eplb = options.engine, options.engine.eplb_config
+        self.pool, self._ranks, self._events = pool, ranks, events
+        self._name = "" if is_only else pool.name
+        self.epochs = Epochs(
+            pool.num_ranks, recovery_timeout_s=engine.rank_recovery_timeout_s, first_rank=pool.first_rank
+        )
+        self.load = ExpertsLoad(
+            options.served_model_names[0], first_rank=pool.first_rank, window_steps=eplb.window_size
+        )
+        self.placement = PlacementControl(
+            PoolRanks(ranks, pool.ranks),
+            self.load,
+            eplb,
+            History(_history_file(eplb.history_file, self._name)),
+            why_no_change=lambda: why_no_change(self.epochs),
+            pool=self._name,
+        )
+        self._watch = Watch(engine.heartbeat_timeout_s)
+        self._watch.begin_epoch(0, pool.ranks)
+        self._is_resumed = False
+        self.has_failed = False  # its ranks did not return in time; cleared when one returns
+        self.leader: Leader
+
+    def lead(self, requests: OpenRequests, on_failure: Callable[["PoolFront", str], None]) -> None:
+        """Begin to lead the pool.
+
+        Args:
+            on_failure: Called with the reason if the pool cannot serve. It may serve again if its ranks return.
+        """
+
+        def fail(reason: str) -> None:
+            self.has_failed = True
+            on_failure(self, reason)
+
+        self.leader = Leader(
+            self.epochs,
+            self._ranks,
+            requests,
+            self.placement,
+            surviving=surviving,
+            on_order=self._on_order,
+            on_failure=fail,
+            events=self._events,
+            pool=self._name,
+        )
+
+    def resume(self) -> None:
+        """Lead the pool after a restart of the front."""
+        self._is_resumed = True
+        self.leader.resume()
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether the pool has not served yet. A pool that returns to a restarted front has."""
+        is_new = self.epochs.phase is Phase.STARTING or self.placement.home is None
+        return is_new and not self._is_resumed
+
+    def attach(self, facts: RankFacts) -> None:
+        """Record the facts of a rank that attaches. `leader.attach` must follow if it is to serve."""
+        self.has_failed = False
+        self.load.note_rank(facts.rank, facts.host)
+        if facts.served is not None:
+            self._take_served(facts.rank, facts.served)
+
+    def receive(self, rank: int, message: PoolMessage) -> None:
+        """Handle a message of one of the pool's ranks."""
+        match message:
+            case Heartbeat():
+                self._note_heartbeat(message)
+            case LoadReport():
+                self.load.take_load(message)
+            case ExpertMap():
+                self.load.take_experts(message)
+            case PlacementUpdate():
+                self.placement.take_update(message)
+            case Regrouped(epoch):
+                self.leader.take_regrouped(rank, epoch)
+            case Fault():
+                self.leader.take_fault(rank, message)
+            case _:
+                assert_never(message)
+
+    def _take_served(self, rank: int, served: Served) -> None:
+        """Restore the previous front's state from a rank."""
+        placement = self.placement
+        if placement.home is None and served.home is not None:
+            report = PlacementReport(rank=rank, version=served.home.version, state=MoveState.SERVING)
+            placement.take_update(PlacementUpdate(report, served.home, served.expert_bytes))
+            self.load.take_experts(served.experts)
+        placement.skip_versions(served.version)
+
+    def _note_heartbeat(self, heartbeat: Heartbeat) -> None:
+        """Record a rank's progress, and drop ranks with a stuck step; their supervisors restart them."""
+        now_s = time.monotonic()
+        self._watch.take(heartbeat, now_s)
+        for rank, reason in self._watch.suspects(now_s):
+            self._ranks.give_up(rank, reason)
+
+    def _on_order(self, order: Order) -> None:
+        self._watch.begin_epoch(order.epoch, order.members)
+        self.load.regroup(order)
+
+
+def _history_file(file: str | None, pool: str) -> Path | None:
+    """Return the file of a pool's history. Several pools have one each, named after the pool."""
+    if file is None:
+        return None
+    return Path(f"{file}.{pool}" if pool else file)
