@@ -84,9 +84,8 @@ def _find_node(args: argparse.Namespace, options: Options) -> _Node:
     except PreflightError as error:
         checks.append(failure("device", str(error)))
         device = Device(name="cpu", reason=str(error), facts=NO_FACTS)
-    num_ranks = args.nproc_per_node or options.data_parallel_size or device.ranks
-    if options.pools is not None and args.nproc_per_node is None:
-        num_ranks = max(1, (options.given_ranks or 1) // args.nnodes)
+    of_pools = 0 if options.pools is None else max(1, (options.given_ranks or 1) // args.nnodes)
+    num_ranks = args.nproc_per_node or options.data_parallel_size or of_pools or device.ranks
     try:
         pools = options.pools_among(num_ranks * args.nnodes)
     except OptionsError as error:

@@ -33,6 +33,16 @@ def test_one_node_is_a_line_per_check_and_a_count(tmp_path: Path) -> None:
     assert count.split(" (")[0].endswith(" not here") and ", 0 failures, " in count
 
 
+def test_ranks_of_all_pools_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["doctor", "--port=0", "--device=cpu", str(write_checkpoint(tmp_path))]
+    assert main([*words, "--pools=both:2,both:1"]) == 0
+    (memory,) = [line for line in capsys.readouterr().out.splitlines() if line[10:27].strip() == "memory"]
+    assert "the largest of 3 ranks holds" in memory and "(local ranks: 3)" in memory
+    assert main([*words, "--pools=both:2,both:1", "-dp=2"]) == 1
+    (failed,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAILURE")]
+    assert "--pools both:2,both:1 has 3 ranks, but the service has 2" in failed
+
+
 def test_one_node_as_json_is_one_object_and_nothing_else() -> None:
     answer = doctor("--json", GLOO_SOCKET_IFNAME="no-such-interface")
     said = json.loads(answer.stdout)
