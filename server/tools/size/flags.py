@@ -15,7 +15,7 @@ from server.options.flag import OptionsError, add_flags, number, tokens, whole
 from server.options.table import OPTIONS
 
 _SERVED = (
-    "data_parallel_size", "dtype", "quantization", "enable_eplb", "eplb_config", "max_model_len", "max_num_seqs",
+    "data_parallel_size", "pools", "dtype", "quantization", "enable_eplb", "eplb_config", "max_model_len", "max_num_seqs",
     "max_num_batched_tokens", "kv_cache_memory", "kv_cache_dtype", "gpu_memory_utilization", "mamba_cache_mode",
     "kv_offloading_size", "kv_offloading_dir", "kv_offloading_disk_size",
 )  # fmt: skip

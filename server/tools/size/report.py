@@ -1,12 +1,14 @@
 """The output of `wideep size` for users: figures, all assumptions behind them, and the command line to use."""
 
 import json
+import math
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from expert_placement.config import EplbConfig
+from server.options.pools import Pool
 from server.serve.preflight.kv_share import GPU_SHARE, KV_SHARE
 from server.tools.size.costs.device_table import Device
 from server.tools.size.costs.estimate import KEPT_BALANCE, LOAD_SPREAD, Estimate
@@ -20,15 +22,21 @@ _GIB = 1 << 30
 
 def size_text(sized: Sized, asked: SizeOptions) -> str:
     """Return the text about one deployment."""
-    chosen = sized.chosen
+    parts = [
+        _estimates(sized, asked),
+        "start it with\n" + _command(sized),
+        "assumed\n" + "\n".join(f"  {line}" for line in _assumptions(sized)),
+    ]
+    return "\n\n".join(parts)
+
+
+def _estimates(sized: Sized, asked: SizeOptions) -> str:
     parts = [
         _head(sized),
         _memory(sized),
         _load(sized, asked),
         _targets(sized, asked),
-        _against_replicas(chosen, sized.replicas),
-        "start it with\n" + _command(sized),
-        "assumed\n" + "\n".join(f"  {line}" for line in _assumptions(sized)),
+        _against_replicas(sized.chosen, sized.replicas),
     ]
     return "\n\n".join(part for part in parts if part)
 
@@ -42,6 +50,47 @@ def size_json(sized: Sized, asked: SizeOptions) -> dict[str, Any]:
         "max_num_batched_tokens": sized.chosen.options.engine.max_num_batched_tokens,
         "command": _command(sized),
         "assumed": list(_assumptions(sized)),
+    }
+
+
+def pools_text(pools: Mapping[Pool, Sized], asked: SizeOptions) -> str:
+    """Return the text about several pools: each of them with its part of the users, and all together."""
+    first = next(iter(pools.values()))
+    parts = [f"== pool {pool.name} ==\n{_estimates(sized, asked)}" for pool, sized in pools.items()]
+    total = _totals(pools)
+    parts += [
+        f"== all {len(pools)} pools ==\n{_ranks(total['ranks'])}, {total['kv_tokens']:,} tokens of KV cache, "
+        f"{total['running']:,} requests at once, {total['output']:,.0f} output tokens per second. Each pool counts as if it "
+        "ran prompts and decodes; `wideep simulate` separates them",
+        "start it with\n" + _command(first, pools),
+        "assumed\n" + "\n".join(f"  {line}" for line in _assumptions(first)),
+    ]
+    return "\n\n".join(parts)
+
+
+def pools_json(pools: Mapping[Pool, Sized], asked: SizeOptions) -> dict[str, Any]:
+    """Return the same as JSON values."""
+    first = next(iter(pools.values()))
+    each = {
+        pool.name: {**sized.to_json(), "misses": sized.chosen.misses(asked)} for pool, sized in pools.items()
+    }
+    return {
+        **_totals(pools),
+        "pools": each,
+        "command": _command(first, pools),
+        "assumed": list(_assumptions(first)),
+    }
+
+
+def _totals(pools: Mapping[Pool, Sized]) -> dict[str, Any]:
+    chosen = [sized.chosen for sized in pools.values()]
+    return {
+        "ranks": sum(each.num_ranks for each in chosen),
+        "kv_tokens": sum(each.memory.kv_tokens * each.num_ranks for each in chosen),
+        "running": sum(
+            min(each.work.users, each.expected.running_per_rank * each.num_ranks) for each in chosen
+        ),
+        "output": sum(each.expected.output_per_rank * each.num_ranks for each in chosen),
     }
 
 
@@ -215,10 +264,15 @@ def _against_replicas(chosen: Deployment, replicas: tuple[Replicas, ...]) -> str
     return "\n".join([*lines, f"  {verdict}"])
 
 
-def _command(sized: Sized) -> str:
+def _command(sized: Sized, pools: Mapping[Pool, Sized] | None = None) -> str:
+    """Return the command that starts a deployment, or all of the pools, of which `sized` is the first."""
     chosen, device = sized.chosen, sized.device
+    num_ranks = chosen.num_ranks if pools is None else sum(pool.num_ranks for pool in pools)
     options = chosen.options
     engine = options.engine
+    tier_bytes = engine.kv_offloading_bytes
+    if pools is not None and device.is_cpu:
+        tier_bytes = sum(each.chosen.options.engine.kv_offloading_bytes for each in pools.values())
     flags = [
         "--device", "cpu" if device.is_cpu else "cuda", "--max-model-len", str(sized.model.longest),
         "--max-num-seqs", str(engine.max_num_seqs), "--max-num-batched-tokens", str(engine.max_num_batched_tokens),
@@ -235,18 +289,19 @@ def _command(sized: Sized) -> str:
         ("--kv-cache-memory", engine.kv_cache_bytes),
         ("--kv-cache-dtype", None if engine.kv_cache_dtype == "auto" else engine.kv_cache_dtype),
         ("--gpu-memory-utilization", options.gpu_memory_utilization),
-        ("--kv-offloading-size", _size_flag(engine.kv_offloading_bytes)),
+        ("--kv-offloading-size", _size_flag(tier_bytes)),
         ("--kv-offloading-dir", engine.kv_offloading_dir),
         ("--kv-offloading-disk-size", _size_flag(engine.kv_offloading_disk_bytes)),
     ):
         if value is not None:
             flags += [name, str(value)]
-    model, nodes = sized.model.path, sized.num_nodes
+    of_pools = [] if pools is None else ["--pools", str(options.pools)]
+    model, nodes = sized.model.path, math.ceil(num_ranks / device.node_ranks)
     if nodes == 1:
-        return f"  {shlex.join(['wideep', 'serve', model, '-dp', str(chosen.num_ranks), *flags])}"
+        return f"  {shlex.join(['wideep', 'serve', model, *(of_pools or ('-dp', str(num_ranks))), *flags])}"
     return (
-        f"  torchrun --nnodes {nodes} --nproc-per-node {chosen.num_ranks // nodes} --rdzv-backend wideep "
-        f"--rdzv-endpoint HEAD:29400 \\\n      --no-python {shlex.join(['wideep', 'worker', model, *flags])}\n"
+        f"  torchrun --nnodes {nodes} --nproc-per-node {num_ranks // nodes} --rdzv-backend wideep "
+        f"--rdzv-endpoint HEAD:29400 \\\n      --no-python {shlex.join(['wideep', 'worker', model, *of_pools, *flags])}\n"
         f"  on each of the {nodes} nodes; HEAD is one of them"
     )
 

@@ -3,22 +3,26 @@
 import argparse
 import contextlib
 import json
+import math
 import sys
 from dataclasses import replace
 
 from moe.families import UnsupportedModelError
 from scheduler.policy.config import ConfigError
 from server.options.flag import OptionsError
+from server.options.pools import Pool, num_ranks_of, read_pools
 from server.options.reading import options_from_keywords
+from server.options.table import Options
 from server.serve.preflight.memory import float_bytes
 from server.serve.preflight.model import PreflightError
+from server.tools.size.costs.device_table import Device
 from server.tools.size.costs.devices import UnknownDeviceError, device_named
 from server.tools.size.costs.fit import SizeError
-from server.tools.size.costs.read_model import read_model
+from server.tools.size.costs.read_model import ReadModel, read_model
 from server.tools.size.deployment import Sized, Sizing
 from server.tools.size.flags import SizeOptions, served_keywords
 from server.tools.size.published import FIGURES, compare, costs_of
-from server.tools.size.report import published_text, size_json, size_text
+from server.tools.size.report import pools_json, pools_text, published_text, size_json, size_text
 
 _ERRORS = (
     ConfigError, OptionsError, PreflightError, SizeError, UnknownDeviceError, UnsupportedModelError,
@@ -39,12 +43,15 @@ def run_size(args: argparse.Namespace) -> int:
     except _ERRORS as error:
         print(f"wideep size: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(size_json(sized, asked)) if args.json else size_text(sized, asked))
-    return int(sized.chosen.misses(asked) is not None)
+    if isinstance(sized, Sized):
+        print(json.dumps(size_json(sized, asked)) if args.json else size_text(sized, asked))
+        return int(sized.chosen.misses(asked) is not None)
+    print(json.dumps(pools_json(sized, asked)) if args.json else pools_text(sized, asked))
+    return int(any(each.chosen.misses(asked) is not None for each in sized.values()))
 
 
-def size(args: argparse.Namespace, asked: SizeOptions) -> Sized:
-    """Read the model and the device, and return the estimate.
+def size(args: argparse.Namespace, asked: SizeOptions) -> Sized | dict[Pool, Sized]:
+    """Read the model and the device, and return the estimate, or one for each of several pools.
 
     Raises:
         SizeError: No number of ranks meets the targets, or the given one does not fit. Also the errors of `read_model`.
@@ -60,6 +67,28 @@ def size(args: argparse.Namespace, asked: SizeOptions) -> Sized:
         quantization=options.engine.quantization,
         kv_cache_dtype=options.engine.kv_cache_dtype,
     )
+    if options.pools is None:
+        return _size_group(model, device, options, asked)
+    pools = read_pools(options.pools)
+    return {pool: _size_pool(pool, num_ranks_of(pools), model, device, options, asked) for pool in pools}
+
+
+def _size_pool(
+    pool: Pool, num_ranks: int, model: ReadModel, device: Device, options: Options, asked: SizeOptions
+) -> Sized:
+    """Size a pool with its part of the users. On a CPU it also has its part of the machine, and of a tier in host memory.
+
+    Args:
+        num_ranks: Number of ranks of all pools.
+    """
+    part = device.part_for(pool.num_ranks, num_ranks - pool.num_ranks)
+    tier_bytes = math.ceil(options.engine.kv_offloading_bytes * part.memory_bytes / device.memory_bytes)
+    own = replace(options, data_parallel_size=pool.num_ranks).with_engine(kv_offloading_bytes=tier_bytes)
+    users = None if asked.users is None else math.ceil(asked.users * pool.num_ranks / num_ranks)
+    return _size_group(model, part, own, asked._replace(users=users))
+
+
+def _size_group(model: ReadModel, device: Device, options: Options, asked: SizeOptions) -> Sized:
     sizing = Sizing(model, device, options, asked)
     has_target = asked.tpot_s is not None or asked.ttft_s is not None
     wanted = options.data_parallel_size

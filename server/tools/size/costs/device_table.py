@@ -44,6 +44,19 @@ class Device:
         """Return operations per second for a type of numbers, or for the widest type if this one has no products."""
         return self.rates.get(kind, next(iter(self.rates.values())))
 
+    def part_for(self, num_ranks: int, num_others: int) -> "Device":
+        """Return the part that is left for some ranks of a machine if other ranks share it."""
+        share = num_ranks / (num_ranks + min(num_others, max(0, self.node_ranks - num_ranks)))
+        if not self.is_cpu or share == 1:
+            return self
+        return replace(
+            self,
+            memory_bytes=int(self.memory_bytes * share),
+            memory_bytes_per_s=self.memory_bytes_per_s * share,
+            link_bytes_per_s=self.link_bytes_per_s * share,
+            rates={kind: rate * share for kind, rate in self.rates.items()},
+        )
+
     def shared_by(self, num_ranks: int) -> "Device":
         """Return one rank's share if the machine has this number of ranks."""
         if not self.is_cpu or num_ranks == 1:

@@ -266,3 +266,35 @@ def test_this_processor_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert this.is_cpu and this.is_measured
     assert 1e8 < this.memory_bytes_per_s < 1e13 and 1e8 < this.rates["float32"] < 1e15
     assert this.shared_by(2).memory_bytes_per_s == this.memory_bytes_per_s / 2
+
+
+def test_several_pools_are_sized_one_by_one_and_added_up(
+    gpt_oss: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = (str(gpt_oss), "--device", "h200")
+    words = (*common, "--pools", "prefill:1,decode:2", "--users", "30")
+    found: dict[str, Any] = json.loads(_said(capsys, *words, "--json"))
+    alone: dict[str, Any] = json.loads(_said(capsys, *common, "-dp", "2", "--users", "20", "--json"))
+    decode = found["pools"]["decode"]
+    for name in ("memory_per_rank", "workload", "expected"):
+        assert decode[name] == alone[name], "a pool is a group with its part of the users"
+    pools = found["pools"].values()
+    assert found["ranks"] == 3
+    assert found["kv_tokens"] == sum(each["ranks"] * each["memory_per_rank"]["kv_tokens"] for each in pools)
+    assert (
+        "serve MODEL --pools prefill:1,decode:2 --device" in found["command"]
+        and "-dp" not in found["command"]
+    )
+    said = _said(capsys, *words)
+    for part in ("== pool prefill ==", "== pool decode ==", "== all 2 pools ==\n3 ranks, ", found["command"]):
+        assert part in said
+
+
+def test_pools_on_a_cpu_share_the_machine(gpt_oss: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = (str(gpt_oss), "--device", "cpu", "--kv-offloading-size", "20G", "--json")
+    pools: dict[str, Any] = json.loads(_said(capsys, *common, "--pools", "both:1,both:1"))
+    group: dict[str, Any] = json.loads(_said(capsys, *common, "-dp", "2"))
+    for pool in pools["pools"].values():
+        for name in ("total", "host_tier"):
+            assert pool["memory_per_rank"][name] == group["memory_per_rank"][name]
+    assert "--kv-offloading-size 20G" in pools["command"]
