@@ -98,6 +98,7 @@ class ServiceClient:
         url: str,
         api_key: str | None = None,
         *,
+        query: Mapping[str, str] | None = None,
         answer_timeout_s: float | None = ANSWER_TIMEOUT_S,
         http: httpx.Client | None = None,
     ) -> None:
@@ -105,13 +106,14 @@ class ServiceClient:
 
         Args:
             url: URL of the service, in a form that `ServiceAddress.of` parses.
+            query: Query parameters of all requests except streams.
             answer_timeout_s: Timeout of an answer. None if an answer may wait in the service's queue.
             http: Replacement for the connection, for tests.
 
         Raises:
             ServiceError: The URL or the API key is invalid.
         """
-        self._address = ServiceAddress.of(url)
+        self._address, self._query = ServiceAddress.of(url), query
         self.url = self._address.shown
         path = self._address.socket
         self._http = http or httpx.Client(
@@ -161,7 +163,7 @@ class ServiceClient:
 
     def _ask(self, method: str, path: str, body: Any = None) -> httpx.Response:
         with self._address.explaining():
-            response = self._http.request(method, self._address.root + path, json=body)
+            response = self._http.request(method, self._address.root + path, json=body, params=self._query)
         _check(response)
         return response
 

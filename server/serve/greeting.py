@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from server.machine.model_fields import field_of
 from server.machine.report import count
+from server.options.pools import in_words
 from server.options.reading import API_KEY_VARIABLE
 from server.options.table import Options
 from server.serve.preflight.memory import rank_bytes
@@ -81,7 +82,7 @@ def greeting(
     messages = [{"role": "user", "content": "Hello! Who are you?"}]
     body = json.dumps({"model": name, "messages": messages, "max_tokens": 100})
     key = _KeyHint.of(options, environment)
-    ranks = count(options.data_parallel_size, "rank")
+    ranks = ranks_in_words(options)
     log = " Each request logs a line (--disable-access-log turns this off)." if options.log.access else ""
     return f"""
 wideep: serving {name} on {ranks} at {at} (ready after {seconds:.0f} s)
@@ -127,7 +128,7 @@ def summary(
         asked: The options as given by the user.
         facts: Facts reported by the first rank (`engine`).
     """
-    name, ranks = options.served_model_names[0], count(options.data_parallel_size, "rank")
+    name, ranks = options.served_model_names[0], ranks_in_words(options)
     rows = [row for row in _decisions(options, asked, capacity, facts) if row.value]
     lines = [f"wideep: serving {name} on {ranks} (ready after {seconds:.0f} s)", ""]
     lines += [
@@ -154,6 +155,7 @@ def _decisions(
     options: Options, asked: Options, capacity: Capacity | None, facts: Mapping[str, Any]
 ) -> list[_Row]:
     ranks = options.data_parallel_size or 1
+    pools = options.pools_among(ranks)
 
     def flat(options: Options) -> dict[str, Any]:
         return {**vars(options), **vars(options.engine)}
@@ -169,11 +171,12 @@ def _decisions(
     return [
         row("model", f"{_model_type(facts)}{asked.model}", "model"),
         row("ranks", f"{ranks} on 1 node, {count(options.engine.threads, 'thread')} each", "data_parallel_size", "threads"),
+        row("pools", in_words(pools) if options.pools else "", "pools"),
         row("device", options.device, "device"),
         row("experts", _experts(facts, ranks), "eplb_config", "expert_placement"),
         row("rebalancing", "on" if options.enable_eplb else "off", "enable_eplb", "eplb_config"),
         row("dispatch", str(facts.get("dispatch", "")), "all2all_backend", "dispatch_mode", "dispatch_dtype"),
-        row("weights", f"{_weights(options, facts)}, {_size(rank_bytes(options, ranks))} per rank", "dtype", "quantization"),
+        row("weights", f"{_weights(options, facts)}, {_size(rank_bytes(options, pools[0].num_ranks))} per rank", "dtype", "quantization"),
         row("KV cache", f"{capacity.kv_tokens:,} tokens{kv_bytes}" if capacity else "", "kv_cache_bytes", "gpu_memory_utilization", "kv_cache_dtype"),
         row("KV tiers", _tiers(options), "kv_offloading_bytes", "kv_offloading_dir"),
         row(
@@ -183,6 +186,16 @@ def _decisions(
         row("step size", f"up to {options.engine.max_num_batched_tokens:,} tokens per rank", "max_num_batched_tokens"),
         row("drafts", _drafts(options), "speculative_config"),
     ]  # fmt: skip
+
+
+def ranks_in_words(options: Options) -> str:
+    """Return the number of ranks as text, with the pools if there are several."""
+    ranks = count(options.data_parallel_size, "rank")
+    return (
+        ranks
+        if options.pools is None
+        else f"{ranks} ({in_words(options.pools_among(options.data_parallel_size or 1))})"
+    )
 
 
 def _tiers(options: Options) -> str:

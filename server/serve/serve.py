@@ -40,7 +40,7 @@ from server.serve.children import (
     stop_children,
 )
 from server.serve.error_file import absences, first_failure
-from server.serve.greeting import greeting, summary
+from server.serve.greeting import greeting, ranks_in_words, summary
 from server.serve.loading import LoadingScreen, has_screen
 from server.serve.preflight.checkpoint import with_checkpoint
 from server.serve.preflight.checks import check_start, say_notes
@@ -137,7 +137,7 @@ def _start_agent(options: Options, commands: ServeCommands, log_directory: str, 
         f"--max-restarts={options.max_rank_restarts}",
     ]
     say(
-        f"wideep: starting {', '.join(options.served_model_names)} on {count(options.data_parallel_size, 'rank')} with "
+        f"wideep: starting {', '.join(options.served_model_names)} on {ranks_in_words(options)} with "
         f"{count(options.engine.threads, 'thread')} each"
     )
     return start_child(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from expert_placement.files import PlacementFileError, load_placement, to_json
+from server.clients.url_flag import pool_query
 from server.http.client import ServiceClient, ServiceError, api_key_of
 from server.machine.lines import printable
 
@@ -24,7 +25,7 @@ def run_change(
 ) -> int:
     """Run the verb and return the exit status: 1 if the change or the service failed, 2 for invalid arguments or files."""
     try:
-        with client or ServiceClient(args.url, api_key_of(environment)) as service:
+        with client or ServiceClient(args.url, api_key_of(environment), query=pool_query(args)) as service:
             if args.verb == "history":
                 return _history(service, args)
             if args.verb == "rollback":

@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from server.clients.url_flag import add_url
+from server.clients.url_flag import add_pool, add_url
 from server.options.command import USING, Command
 
 _LOADS_HELP = (
@@ -150,6 +150,7 @@ def _add_live_verbs(verbs: Any) -> None:
     for parser in (load, record):
         parser.set_defaults(run="server.clients.experts.live:run_live")
         add_url(parser)
+        add_pool(parser)
 
 
 def _add_change_verbs(verbs: Any) -> None:
@@ -186,6 +187,7 @@ def _add_change_verbs(verbs: Any) -> None:
         parser.set_defaults(run="server.clients.experts.change:run_change")
         parser.add_argument("--json", action="store_true", help="print JSON")
         add_url(parser)
+        add_pool(parser)
 
 
 def _add_rules(parser: argparse.ArgumentParser) -> None:

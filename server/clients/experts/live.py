@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from server.clients.url_flag import pool_query
 from server.http.client import ServiceClient, ServiceError, api_key_of
 from server.machine.lines import printable
 
@@ -32,7 +33,7 @@ def run_live(
 ) -> int:
     """Run the verb and return the exit status."""
     try:
-        with ServiceClient(args.url, api_key_of(environment)) as client:
+        with ServiceClient(args.url, api_key_of(environment), query=pool_query(args)) as client:
             if args.verb == "record":
                 return _record(client, args.seconds, args.out, sleep)
             return _load(client, args, sleep)

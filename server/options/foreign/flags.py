@@ -41,6 +41,7 @@ TIERS = (
     "WideEP has its own tiers for cached prefixes: --kv-offloading-size for host memory, --kv-offloading-dir and "
     "--kv-offloading-disk-size for disk"
 )
+POOLS = "use --pools prefill:1,decode:1 for separate prefill and decode ranks (docs/pools.md)"
 PACE = "use --target-itl-ms, the target time between two tokens for steps with prompts"
 KERNELS = "each kind of device has one set of kernels, chosen by --device and the device's capabilities; leave it out"
 GRAPHS = (

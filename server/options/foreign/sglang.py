@@ -13,6 +13,7 @@ from server.options.foreign.flags import (
     MEMORY,
     NO_HALVES,
     PACE,
+    POOLS,
     TEXT,
     TEXT_ONLY,
     TIERS,
@@ -26,7 +27,7 @@ from server.options.foreign.flags import (
 )
 
 _BALANCES = "use --eplb-config to balance experts: "
-_BOTH = "every rank runs both prompts and decodes with its own KV cache; leave it out"
+_ROLES = f"one command starts the ranks of all roles; {POOLS}"
 
 
 def _are_all_ranks(given: object, said: Said) -> bool:
@@ -185,10 +186,10 @@ _STEPS = (
         "--enable-profile-cuda-graph --enable-piecewise-cuda-graph",
     ),
     *harmless(
-        "every rank runs both prompts and decodes", fits=of("null"), otherwise=_BOTH, values="--disaggregation-mode",
+        "without --pools, every rank runs prompts and decodes", fits=of("null"), otherwise=_ROLES, values="--disaggregation-mode",
     ),
     *refused(
-        _BOTH, values="--disaggregation-transfer-backend --disaggregation-bootstrap-port --disaggregation-ib-device "
+        _ROLES, values="--disaggregation-transfer-backend --disaggregation-bootstrap-port --disaggregation-ib-device "
         "--disaggregation-decode-tp --disaggregation-decode-dp --disaggregation-prefill-pp --num-reserved-decode-tokens "
         "--disaggregation-decode-polling-interval --disaggregation-decode-extra-slots --pdlb-url",
         switches="--disaggregation-decode-enable-offload-kvcache --disaggregation-decode-enable-radix-cache --enable-pdmux",

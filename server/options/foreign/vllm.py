@@ -15,6 +15,7 @@ from server.options.foreign.flags import (
     MEMORY,
     NO_HALVES,
     PACE,
+    POOLS,
     TEXT,
     TEXT_ONLY,
     TIERS,
@@ -250,8 +251,11 @@ _CACHE = (
         switches="--enable-sleep-mode --sleep-mode-offload-cudagraph --enable-cumem-allocator --enable-nccl-comm-suspend",
     ),
     *refused(
-        "every rank runs both prompts and decodes with its own KV cache; leave it out",
-        values="--kv-transfer-config --kv-events-config --weight-transfer-config",
+        f"one command starts all ranks, and they transfer KV blocks without a connector; {POOLS}", values="--kv-transfer-config"
+    ),
+    *refused(
+        "changes of the KV cache are not published, and weights do not change while a service runs; leave it out",
+        values="--kv-events-config --weight-transfer-config",
     ),
 )  # fmt: skip
 _STEPS = (

@@ -100,6 +100,27 @@ def test_hovering_names_the_expert_and_the_rank(browser: Chromium, service: Dash
 
 
 @needs_chromium
+def test_several_pools_have_a_link_to_the_experts_of_each(
+    browser: Chromium, service: DashboardService
+) -> None:
+    service.answer = load_answer(2, 8, 2)
+    browser.open(service.url)
+    browser.wait_for(LIVE)
+    browser.wait_for("document.body.dataset.ranks === 'whole'")
+    assert browser.evaluate("document.getElementById('pools').hidden"), "a single pool needs no link"
+    (pool,) = service.ranks["pools"]
+    service.ranks = {**service.ranks, "pools": [pool | {"pool": name} for name in ("prefill", "decode")]}
+    browser.wait_for("!document.getElementById('pools').hidden")
+    assert text(browser, "pools") == "Experts of pool prefill · decode"
+    browser.evaluate("document.querySelector('#pools a').click()")
+    browser.wait_for(f"location.search === '?pool=decode' && {LIVE}")
+    browser.wait_for("!document.getElementById('pools').hidden")
+    assert browser.evaluate("document.querySelector('#pools strong').innerText") == "decode"
+    assert service.asked_pools[0] is None and service.asked_pools[-1] == "decode"
+    assert not browser.complaints
+
+
+@needs_chromium
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_its_balancedness_is_the_services_own(
     browser: Chromium, service: DashboardService, phase: str

@@ -23,7 +23,9 @@ import { Strips } from "./strips.js";
 import { showTiles } from "./tiles.js";
 import { shareAxis, Timeline } from "./timeline.js";
 
-const ADDRESS = "experts/load"; // relative, because the service may have a path prefix
+const POOL = new URLSearchParams(location.search).get("pool"); // null: the first one
+// Relative, because the service may have a path prefix.
+const ADDRESS = POOL === null ? "experts/load" : `experts/load?pool=${encodeURIComponent(POOL)}`;
 const PHASES = ["all", "prefill", "decode"];
 const at = (name) => document.getElementById(name);
 
@@ -110,8 +112,24 @@ function showService() {
   at("health").textContent = health?.banner ?? "";
   at("health").hidden = !health?.banner;
   showStatus();
+  showPools();
   showOperations();
   if (load) service.show(marks(), range_s);
+}
+
+/** Links to the experts of each pool, if there are several. */
+function showPools() {
+  const pools = service.status?.pools ?? [];
+  at("pools").hidden = pools.length < 2;
+  at("pools").replaceChildren(
+    ...pools.flatMap(({ pool }, index) => {
+      const isShown = POOL === null ? index === 0 : pool === POOL;
+      const entry = document.createElement(isShown ? "strong" : "a");
+      entry.textContent = pool;
+      if (!isShown) entry.href = `?pool=${encodeURIComponent(pool)}`;
+      return [index ? " · " : "Experts of pool ", entry];
+    }),
+  );
 }
 
 /** Rebalances and rank events as marks for charts. */

@@ -27,6 +27,7 @@ const WORDS = {
   regrouped: "ranks serve",
   waiting: "service waits",
   stopped: "steps failed",
+  pool_lost: "pool lost",
   draining: "rank drains",
   drained: "rank drained",
   undrained: "rank undrained",

@@ -11,6 +11,7 @@ from expert_placement.files import save_placement
 from expert_placement.placement import linear_placement
 from server.cli import build_parser
 from server.clients.experts.change import run_change
+from server.clients.url_flag import pool_query
 from server.http.client import ServiceClient
 
 ENTRY: dict[str, Any] = {
@@ -25,18 +26,20 @@ class PlayedService:
     def __init__(self, entry: dict[str, Any], looks: int = 0) -> None:
         """Args: looks: Number of history requests that still show the change as under way."""
         self.asked: list[tuple[str, Any]] = []
+        self.pools: list[str | None] = []  # chosen by the requests
         self._entry, self._looks = entry, looks
 
     def run(self, *words: str) -> int:
         """Run a command line against it."""
         args = build_parser().parse_args(["experts", *words])
         http = httpx.Client(transport=httpx.MockTransport(self._answer))
-        client = ServiceClient("http://s", http=http)
+        client = ServiceClient("http://s", query=pool_query(args), http=http)
         return run_change(args, environment={}, client=client, sleep=lambda _: None)
 
     def _answer(self, request: httpx.Request) -> httpx.Response:
         body = json.loads(request.content) if request.content else None
         self.asked.append((request.url.path, body))
+        self.pools.append(request.url.params.get("pool"))
         if request.url.path == "/experts/history":
             nothing = {"time": 2.0, "kind": "nothing", "version": 4, "reason": "too few steps"}
             self._looks -= 1
@@ -55,6 +58,13 @@ def test_apply_plans_by_policy_and_says_what_became_of_it(capsys: pytest.Capture
     assert service.run("apply", "--policy", "shares") == 0
     assert service.asked[0] == ("/experts/apply", {"policy": "shares", "wait": False})
     assert "placement 4 serves: 5 moves, 2.0 MB in 0.5 s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", ["apply", "rollback", "history"])
+def test_a_verb_concerns_the_named_pool(verb: str) -> None:
+    service = PlayedService(ENTRY)
+    assert service.run(verb) == service.run(verb, "--pool", "decode") == 0
+    assert set(service.pools) == {None, "decode"} and service.pools[-1] == "decode"
 
 
 def test_a_change_that_takes_long_is_looked_at_until_it_has_ended(capsys: pytest.CaptureFixture[str]) -> None:

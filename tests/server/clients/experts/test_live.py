@@ -65,9 +65,9 @@ def test_a_key_may_be_openai_s(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     seen: list[str | None] = []
 
     class Noted(ServiceClient):
-        def __init__(self, url: str, api_key: str | None = None) -> None:
+        def __init__(self, url: str, api_key: str | None, query: dict[str, str] | None) -> None:
             seen.append(api_key)
-            super().__init__(url, api_key)
+            super().__init__(url, api_key, query=query)
 
     monkeypatch.setattr(experts_live, "ServiceClient", Noted)
     args = build_parser().parse_args(["experts", "load", "http://127.0.0.1:1"])
@@ -101,26 +101,30 @@ def test_a_record_starts_waits_stops_and_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     calls: list[str] = []
+    pools: list[str | None] = []
 
     def serve(request: httpx.Request) -> httpx.Response:
+        pools.append(request.url.params.get("pool"))
         calls.append(f"{request.method} {request.url.path} {request.headers.get('Authorization')}")
         shape = {"num_ranks": 2, "slots_per_rank": 20}
         is_load = request.url.path == "/experts/load"
         return httpx.Response(200, json=shape) if is_load else httpx.Response(200, content=b"the record")
 
     class Client(ServiceClient):
-        def __init__(self, url: str, api_key: str | None) -> None:
+        def __init__(self, url: str, api_key: str | None, query: dict[str, str] | None) -> None:
             headers = {"Authorization": f"Bearer {api_key}"}
-            super().__init__(url, http=httpx.Client(transport=httpx.MockTransport(serve), headers=headers))
+            super().__init__(
+                url, query=query, http=httpx.Client(transport=httpx.MockTransport(serve), headers=headers)
+            )
 
     monkeypatch.setattr(experts_live, "ServiceClient", Client)
-    args = argparse.Namespace(verb="record", url="h:1", seconds=4.0, out=tmp_path / "load.npz")
+    args = argparse.Namespace(verb="record", url="h:1", seconds=4.0, out=tmp_path / "load.npz", pool="decode")
     status = experts_live.run_live(
         args,
         sleep=lambda seconds: calls.append(f"sleep {seconds:g}"),
         environment={"WIDEEP_API_KEY": "k other"},
     )
-    assert status == 0
+    assert status == 0 and set(pools) == {"decode"}
     assert args.out.read_bytes() == b"the record"
     assert f"wideep experts simulate {args.out} --ranks 2 --slots 40" in capsys.readouterr().out
     assert calls == [
