@@ -151,7 +151,7 @@ class PlacementControl:
         if update.placement is not None and self.home is None:
             self._go_on_from(update.placement)
             self.current = self.home = update.placement
-            self._last_version = update.placement.version
+            self.skip_versions(update.placement.version)
             self.expert_bytes = update.expert_bytes
         self._stages.take_report(update.report)
 

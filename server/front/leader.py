@@ -67,19 +67,21 @@ class Leader:
         on_order: Callable[[Order], None],
         on_failure: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
+        on_no_home: Callable[[], None] = lambda: None,
         events: EventLog | None = None,
         pool: str = "",
     ) -> None:
         """Args: surviving returns the placement over the members' places, given the home placement.
 
         on_order is called with every order before the ranks get it, on_failure with the reason if the pool cannot serve.
+        on_no_home is called before the first order if no rank has returned with a home placement; it may set another one.
         pool is the pool's name in messages; "" if it is the only one.
         """
         self.epochs = epochs
         self._of_pool = f" of pool {pool}" if pool else ""
         self._events = events or EventLog()
         self._ranks, self._surviving, self._clock = ranks, surviving, clock
-        self._on_order, self._on_failure = on_order, on_failure
+        self._on_order, self._on_failure, self._on_no_home = on_order, on_failure, on_no_home
         self._requests, self._placement = requests, placement
         self._entered: set[int] = set(epochs.ranks)  # ranks that requests are routed to
         self._timer: asyncio.TimerHandle | None = None
@@ -87,8 +89,10 @@ class Leader:
         self._begun_s = 0.0  # of the current regrouping
 
     def resume(self) -> None:
-        """Lead a pool after a restart of its front."""
+        """Lead a pool after a restart of its front. Its ranks get requests when they serve again."""
         self.epochs.resume(self._clock())
+        self._requests.leave(self._entered)
+        self._entered = set()
         self._set_timer()
 
     def attach(self, rank: int, *, epoch: int = 0) -> None:
@@ -145,6 +149,8 @@ class Leader:
         self._set_timer()
 
     def _order(self, epoch: Epoch) -> None:
+        if self._placement.home is None:
+            self._on_no_home()
         if self._placement.home is None:
             self._on_failure("no rank that returned to the front has the home placement of the experts")
             return

@@ -56,7 +56,7 @@ def bearer(token: str) -> str:
 
 
 class Served(NamedTuple):
-    """The state that a rank which has served sends to a restarted front."""
+    """The state of a rank that a restarted front needs."""
 
     epoch: int  # of the newest order
     version: int  # of the placement in use
@@ -82,6 +82,8 @@ class RankFacts:
     device: str  # as in `EngineConfig`
     num_restarts: int = 0  # of this rank's engine; 0 if it started with the service
     served: Served | None = None  # None on the first attachment of this engine
+    # Of a restarted engine: its placement, which a front uses if it knows no other one. None at the start.
+    loaded: Served | None = None
     # Seconds that it must live to be restarted after its death; 0 if it is restarted in any case.
     restartable_in_s: float = 0.0
     node: str = ""  # identifies the torchrun; shared by its ranks

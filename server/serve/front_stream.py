@@ -89,6 +89,9 @@ class FrontStream:
             restartable_in_s=float(environment.get("WIDEEP_RESTARTABLE_IN_S", "0")),
             node=environment.get(NODE_VARIABLE, ""),
         )
+        if self._facts.num_restarts:
+            loaded = self._served()._replace(home=built.relocation.placement)
+            self._facts = replace(self._facts, loaded=loaded)
         self.link = self._make_link(self._facts)
 
     def _make_link(self, facts: RankFacts) -> RankLink:
@@ -191,7 +194,7 @@ class FrontStream:
         """Attach to the restarted front. Returns the exit status if this fails for good, otherwise 0."""
         while (left_s := until_s - time.monotonic()) > 0:
             # Assigned before `open`: the front's first order may arrive before `open` returns.
-            self.link = self._make_link(replace(self._facts, served=self._served()))
+            self.link = self._make_link(replace(self._facts, served=self._served(), loaded=None))
             self._sent_bytes = 0
             try:
                 self.link.open(left_s)

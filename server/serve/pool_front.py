@@ -59,6 +59,7 @@ class PoolFront:
         )
         self._watch = Watch(engine.heartbeat_timeout_s)
         self._watch.begin_epoch(0, pool.ranks)
+        self._loaded: tuple[int, Served] | None = None  # rank and placement of a restarted engine
         self._is_resumed = False
         self.has_failed = False  # its ranks did not return in time; cleared when one returns
         self.leader: Leader
@@ -82,6 +83,7 @@ class PoolFront:
             surviving=surviving,
             on_order=self._on_order,
             on_failure=fail,
+            on_no_home=self._take_loaded,
             events=self._events,
             pool=self._name,
         )
@@ -103,6 +105,8 @@ class PoolFront:
         self.load.note_rank(facts.rank, facts.host)
         if facts.served is not None:
             self._take_served(facts.rank, facts.served)
+        if facts.loaded is not None:
+            self._loaded = facts.rank, facts.loaded
 
     def receive(self, rank: int, message: PoolMessage) -> None:
         """Handle a message of one of the pool's ranks."""
@@ -130,6 +134,11 @@ class PoolFront:
             placement.take_update(PlacementUpdate(report, served.home, served.expert_bytes))
             self.load.take_experts(served.experts)
         placement.skip_versions(served.version)
+
+    def _take_loaded(self) -> None:
+        """Begin with the placement of a restarted engine, because all engines of the pool died with the previous front."""
+        if self._loaded is not None:
+            self._take_served(*self._loaded)
 
     def _note_heartbeat(self, heartbeat: Heartbeat) -> None:
         """Record a rank's progress, and drop ranks with a stuck step; their supervisors restart them."""

@@ -26,7 +26,9 @@ class Service:
         recovery_timeout_s: float = 600.0,
         first_rank: int = 0,
         pool: str = "",
+        is_again: bool = False,
     ) -> None:
+        """Args: is_again: The front replaces one that has served, so that the ranks return."""
         self.told: list[tuple[object, ...]] = []
         self.home: Placement | None = HOME if has_home else None
         self.version, self.now_s, self.expert_bytes = HOME.version, 0.0, 0
@@ -40,11 +42,14 @@ class Service:
             surviving=surviving,
             on_order=lambda order: self.told.append(("load", order.epoch)),
             on_failure=lambda reason: self.told.append(("failed", reason)),
+            on_no_home=lambda: self.told.append(("no home",)),
             clock=lambda: self.now_s,
             events=self.events,
             pool=pool,
         )
         self.orders: list[Order] = []
+        if is_again:
+            self.leader.resume()
         for rank in self.epochs.ranks:
             self.leader.attach(rank)
 
@@ -138,6 +143,33 @@ def test_a_pool_is_named_and_its_ranks_have_the_numbers_of_the_service() -> None
             "rank 5 of pool decode is lost: killed",
             "epoch 1 of pool decode: ranks 4 6 serve",
         ]
+
+    asyncio.run(test())
+
+
+def test_ranks_get_requests_of_a_restarted_front_when_they_serve_again() -> None:
+    async def test() -> None:
+        service = Service(is_again=True)
+        assert service.told[0] == ("leave", 0, 1, 2), "another pool may serve before they are back"
+        for rank in range(3):
+            service.leader.take_regrouped(rank, 1)
+        service.leader.close()
+        assert service.told[-3:] == [("enter", 0), ("enter", 1), ("enter", 2)]
+
+    asyncio.run(test())
+
+
+def test_without_a_home_placement_the_ranks_get_another_one_or_the_pool_fails() -> None:
+    async def test() -> None:
+        service = Service(has_home=False, is_again=True)
+        assert service.told[1:] == [
+            ("no home",),
+            ("failed", "no rank that returned to the front has the home placement of the experts"),
+        ]
+        service.leader._on_no_home = lambda: setattr(service, "home", HOME)
+        service.leader._carry_out(service.epochs.lose(1, "killed", 0.0))
+        service.leader.close()
+        assert service.orders[-1].placement.digest() == surviving(HOME, (0, 2)).digest()
 
     asyncio.run(test())
 
