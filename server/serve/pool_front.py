@@ -152,8 +152,8 @@ class PoolFront:
         self.load.regroup(order)
 
 
-def _history_file(file: str | None, pool: str) -> Path | None:
-    """Return the file of a pool's history. Several pools have one each, named after the pool."""
-    if file is None:
+def _history_file(file: str, pool: str) -> Path | None:
+    """Return the file of a pool's history, or None if `file` is "". Several pools have one each, named after the pool."""
+    if not file:
         return None
     return Path(f"{file}.{pool}" if pool else file)
