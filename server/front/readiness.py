@@ -23,7 +23,8 @@ def why_service_not_ready(pools: Mapping[str, Epochs]) -> str | None:
 def why_not_ready(epochs: Epochs) -> str | None:
     """Return what a pool waits for, or None if a rank serves or soon will."""
     if epochs.phase is Phase.STARTING:
-        return f"waiting for {_ranks(epochs.absent)} of {epochs.num_ranks}"
+        of_all = "" if epochs.ranks.start else f" of {epochs.num_ranks}"  # numbers of later pools exceed it
+        return f"waiting for {_ranks(epochs.absent)}{of_all}"
     if epochs.phase is Phase.WAITING:
         return f"waiting for a rank to come back; {epochs.describe()}"
     if not epochs.settled:

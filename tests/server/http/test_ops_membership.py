@@ -70,13 +70,13 @@ def test_one_pool_suffices_to_serve_once_all_have_started() -> None:
     both = pools()
     assert why_service_not_ready(both) is None
     both["decode"] = Epochs(2, recovery_timeout_s=600.0, first_rank=1)
-    assert why_service_not_ready(both) == "pool decode: waiting for ranks 1, 2 of 2"
+    assert why_service_not_ready(both) == "pool decode: waiting for ranks 1, 2"
     assert phase_of(list(both.values())).value == "starting"
     both["decode"].resume(0.0)  # the front was restarted, and the pool has served before
     assert why_service_not_ready(both) is None and phase_of(list(both.values())).value == "serving"
     both["prefill"].lose(0, "killed", 1.0)
     assert why_service_not_ready(both) == (
-        "pool prefill: waiting for a rank to come back; rank 0 is lost: killed; pool decode: waiting for ranks 1, 2 of 2"
+        "pool prefill: waiting for a rank to come back; rank 0 is lost: killed; pool decode: waiting for ranks 1, 2"
     )
     alone = {"both": Epochs(1, recovery_timeout_s=600.0)}
     assert why_service_not_ready(alone) == "waiting for rank 0 of 1"
