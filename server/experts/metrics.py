@@ -33,7 +33,7 @@ _BALANCEDNESS = (("min", 0.0), ("p50", 0.5), ("p90", 0.9))  # quantiles over lay
 
 
 class _Known(NamedTuple):
-    """A pool whose experts are known."""
+    """A pool with known experts."""
 
     labels: tuple[str, ...]  # values of the labels that all metrics of pools have
     load: ExpertsLoad
@@ -52,7 +52,7 @@ class ExpertsMetrics(Collector):  # type: ignore[misc]
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the families, without pools whose experts are not known yet."""
+        """Yield the families. Pools with unknown experts are left out."""
         known = [
             _Known((self._model_name, name)[: len(self._labels)], load)
             for name, load in self._pools.items()

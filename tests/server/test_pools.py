@@ -1,8 +1,9 @@
-"""Several pools behind one front: real engines, real signals. Answers are those of one expert group, whatever dies."""
+"""Several pools behind one front: real engines, real signals. Answers are those of one expert group, with and without faults."""
 
 import contextlib
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,14 @@ from typing import Any
 import httpx
 import pytest
 
+from dispatch.ports import free_port
 from expert_placement.files import from_json, to_json
 from expert_placement.moves import align
 from expert_placement.placement import Placement
 from tests.server.test_faults import PIECES, bodies, kill, supervisor_of
 from tests.support.placement.placements import held, random_placement
 from tests.support.requests.timed_streams import TimedStream, stream_all
-from tests.support.service.real_service import START_S, RealService, write_tiny_model
+from tests.support.service.real_service import START_S, WIDEEP, RealService, write_tiny_model
 from tests.support.service.service_processes import has_ended, wait_until
 
 pytestmark = pytest.mark.slow
@@ -213,3 +215,42 @@ def test_a_pool_whose_rank_cannot_hold_all_experts_is_refused_with_numbers(
         assert service.wait_ended() != [0]
         assert "3 ranks on this node would need about" in service.output()
         assert "The largest rank, of the smallest pool, holds" in service.output()
+
+
+def test_pools_on_two_nodes_need_the_same_flag_and_serve_together(
+    model: Path, expected: Said, tmp_path: Path
+) -> None:
+    """Each node is a pool: its rank meets no other one, although both share the job's store."""
+
+    def start(log: Path, *pools: str) -> RealService:
+        port, meeting = free_port(), free_port()
+        commands = [
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"),
+                *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{meeting}", "--no-python"),
+                *(
+                    *WIDEEP,
+                    "worker",
+                    str(model),
+                    "--port",
+                    str(port),
+                    "--kv-cache-memory",
+                    "16M",
+                    f"--pools={each}",
+                ),
+            ]
+            for each in pools
+        ]
+        return RealService(port, commands, log)
+
+    with start(tmp_path / "output.txt", "both:1,both:1", "both:1,both:1") as service:
+        service.wait_ready()
+        assert said(stream_all(service.url, bodies())) == expected
+        assert [each["members"] for each in service.status()["pools"]] == [[0], [1]]
+        kill(service, 1)
+        wait_until(lambda: not is_whole(service, "both-1"), service.output)
+        wait_until_whole(service)
+        assert said(stream_all(service.url, bodies())) == expected
+    with start(tmp_path / "refused.txt", "both:1,both:1", "both:2") as service:
+        service.wait_ended()
+        assert "the nodes have different --pools" in service.output()

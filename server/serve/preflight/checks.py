@@ -139,7 +139,11 @@ def check_listener(options: Options) -> None:
 
 
 def say_notes(asked: Options, options: Options, pools: Sequence[Pool]) -> None:
-    """Log the defaults that a user might not expect: `asked` are the options as given, `options` those that serve."""
+    """Log the defaults that a user might not expect.
+
+    Args:
+        asked: The options as given. `options`: Those that serve.
+    """
     sizes = dict.fromkeys(pool.num_ranks for pool in pools)
     for note in (
         note_on_hand_over(asked, options),

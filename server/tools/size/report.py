@@ -56,7 +56,7 @@ def size_json(sized: Sized, asked: SizeOptions) -> dict[str, Any]:
 def pools_text(pools: Mapping[Pool, Sized], asked: SizeOptions) -> str:
     """Return the text about several pools: each of them with its part of the users, and all together."""
     first = next(iter(pools.values()))
-    parts = [f"== pool {pool.name} ==\n{_estimates(sized, asked)}" for pool, sized in pools.items()]
+    parts = [f"== pool {pool.name} ==\n" + _estimates(sized, asked) for pool, sized in pools.items()]
     total = _totals(pools)
     parts += [
         f"== all {len(pools)} pools ==\n{_ranks(total['ranks'])}, {total['kv_tokens']:,} tokens of KV cache, "

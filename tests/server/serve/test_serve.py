@@ -244,6 +244,13 @@ def test_the_greeting_has_the_url_a_curl_line_and_the_chat_command() -> None:
     assert "KV cache" not in greeting(options, None, seconds=3.4, environment={})
 
 
+def test_the_greeting_names_the_pools() -> None:
+    options = options_from(build_parser().parse_args(["serve", "m", "--pools=prefill:1,decode:2"]), {})
+    options = replace(options, data_parallel_size=3)
+    text = greeting(options, None, seconds=3.4, environment={})
+    assert "serving m on 3 ranks (prefill 1, decode 2) at http://127.0.0.1:8000" in text
+
+
 @pytest.mark.parametrize(
     ("environment", "header", "export"),
     [

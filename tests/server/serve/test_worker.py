@@ -350,6 +350,29 @@ def test_a_contradicting_number_of_ranks_is_refused(model: Path) -> None:
         assert "--data-parallel-size is 2, but torchrun started 1 workers" in service.output()
 
 
+def test_pools_of_another_number_of_ranks_are_refused(model: Path) -> None:
+    environment = place(world_size=2, local_world_size=2)
+    with start_worker(model, environment, "--pools=both:1,both:2") as service:
+        assert service.end()[0] == 1
+        assert "--pools both:1,both:2 has 3 ranks, but the service has 2" in service.output()
+
+
+def test_all_children_get_the_pools_and_the_same_default_tier(model: Path) -> None:
+    flag = "--pools=prefill:1,decode:1"
+    sizes = []
+    for rank in (0, 1):
+        environment = place(rank=rank, local_rank=rank, world_size=2, local_world_size=2)
+        with start_worker(model, environment, flag) as service:
+            engine = service.facts(f"engine-{rank}")
+            options = json.loads(engine["argv"][engine["argv"].index("--options") + 1])
+            assert options["pools"] == "prefill:1,decode:1"
+            sizes.append(options["engine"]["kv_offloading_bytes"])
+            if rank == 0:
+                service.wait_for_output("serving on 2 ranks (prefill 1, decode 1) at http://")
+                assert "of host memory for handing requests over" in service.output()
+    assert sizes[0] == sizes[1] > 0
+
+
 def test_preflight_errors_come_before_any_child(model: Path) -> None:
     (model / "model.safetensors").unlink()
     with start_worker(model, place()) as service:
