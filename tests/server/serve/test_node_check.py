@@ -91,8 +91,8 @@ def test_nodes_with_other_pools_are_refused(store: HashStore, tmp_path: Path) ->
         )
 
     with concurrent.futures.ThreadPoolExecutor(2) as threads:
-        found = [threads.submit(check, node).exception(TIMEOUT_S) for node in range(2)]
-    for each in found:
+        checks = [threads.submit(check, node) for node in range(2)]
+    for each in (check.exception(TIMEOUT_S) for check in checks):
         assert isinstance(each, NodesDifferError)
         assert "both:2,both:2 on host0 (rank 0), both:4 on host1 (rank 2): give all nodes the same" in str(
             each
