@@ -193,9 +193,9 @@ class Leader:
         elif epochs.phase is Phase.SERVING:
             members = " ".join(map(str, epochs.members))
             seconds = self._clock() - self._begun_s
-            said = f"epoch {epochs.number}{self._of_pool}: ranks {members} serve"
-            _LOG.warning("%s after %.2f s", said, seconds)
-            self._events.note("regrouped", said, seconds=seconds)
+            text = f"epoch {epochs.number}{self._of_pool}: ranks {members} serve"
+            _LOG.warning("%s after %.2f s", text, seconds)
+            self._events.note("regrouped", text, seconds=seconds)
 
     def _set_timer(self) -> None:
         self.close()
