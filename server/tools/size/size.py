@@ -39,23 +39,37 @@ def run_size(args: argparse.Namespace) -> int:
                 json.dumps([each.to_json() for each in compared]) if args.json else published_text(compared)
             )
             return 0
+        if "pools" in served_keywords(args):
+            pools = size_pools(args, asked)
+            print(json.dumps(pools_json(pools, asked)) if args.json else pools_text(pools, asked))
+            return int(any(each.chosen.misses(asked) is not None for each in pools.values()))
         sized = size(args, asked)
     except _ERRORS as error:
         print(f"wideep size: {error}", file=sys.stderr)
         return 2
-    if isinstance(sized, Sized):
-        print(json.dumps(size_json(sized, asked)) if args.json else size_text(sized, asked))
-        return int(sized.chosen.misses(asked) is not None)
-    print(json.dumps(pools_json(sized, asked)) if args.json else pools_text(sized, asked))
-    return int(any(each.chosen.misses(asked) is not None for each in sized.values()))
+    print(json.dumps(size_json(sized, asked)) if args.json else size_text(sized, asked))
+    return int(sized.chosen.misses(asked) is not None)
 
 
-def size(args: argparse.Namespace, asked: SizeOptions) -> Sized | dict[Pool, Sized]:
-    """Read the model and the device, and return the estimate, or one for each of several pools.
+def size(args: argparse.Namespace, asked: SizeOptions) -> Sized:
+    """Read the model and the device, and return the estimate.
 
     Raises:
         SizeError: No number of ranks meets the targets, or the given one does not fit. Also the errors of `read_model`.
     """
+    return _size_group(*_read(args), asked)
+
+
+def size_pools(args: argparse.Namespace, asked: SizeOptions) -> dict[Pool, Sized]:
+    """Return the estimate for each pool of --pools. Raises the errors of `size`."""
+    model, device, options = _read(args)
+    pools = read_pools(str(options.pools))
+    if options.data_parallel_size is not None:
+        raise OptionsError("--pools has the number of ranks; remove --ranks (-dp)")
+    return {pool: _size_pool(pool, num_ranks_of(pools), model, device, options, asked) for pool in pools}
+
+
+def _read(args: argparse.Namespace) -> tuple[ReadModel, Device, Options]:
     device = device_named(args.device)
     options = options_from_keywords(str(args.model), served_keywords(args), environment={})
     options = replace(options, device="cpu" if device.is_cpu else "cuda")
@@ -67,10 +81,7 @@ def size(args: argparse.Namespace, asked: SizeOptions) -> Sized | dict[Pool, Siz
         quantization=options.engine.quantization,
         kv_cache_dtype=options.engine.kv_cache_dtype,
     )
-    if options.pools is None:
-        return _size_group(model, device, options, asked)
-    pools = read_pools(options.pools)
-    return {pool: _size_pool(pool, num_ranks_of(pools), model, device, options, asked) for pool in pools}
+    return model, device, options
 
 
 def _size_pool(

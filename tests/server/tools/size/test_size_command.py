@@ -286,6 +286,8 @@ def test_several_pools_are_sized_one_by_one_and_added_up(
         and "-dp" not in found["command"]
     )
     said = _said(capsys, *words)
+    refused = _said(capsys, *words, "-dp", "3", status=2)
+    assert refused == "wideep size: --pools has the number of ranks; remove --ranks (-dp)\n"
     for part in ("== pool prefill ==", "== pool decode ==", "== all 2 pools ==\n3 ranks, ", found["command"]):
         assert part in said
 
