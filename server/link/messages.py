@@ -1,7 +1,8 @@
 """The messages between the front and the ranks: each is one class, and its fields are its complete definition.
 
 To add one: define its class here and list it in `FromRank` or `ToRank`; send it with `RankLink.send`, `Ranks.post` or
-`Ranks.post_all`; and add its `case` to `_Front._receive` or `FrontStream.receive`. mypy reports a missing `case`.
+`Ranks.post_all`; and add its `case` to `_Front._receive`, `PoolFront.receive` or `FrontStream.receive`. If it names ranks, add it
+to `pool_numbers`. mypy reports a missing `case`.
 
 They use the scheduler's types (requests, outputs, reports) and add those that only the link needs. A message is JSON:
 [name, fields by position]. A field's annotation determines how it is read, so no second description is needed.
