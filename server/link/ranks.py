@@ -43,6 +43,7 @@ from server.link.messages import (
 from server.link.seal import NONCE_KEY, SAME_KEY, Seal, SealError, make_nonce
 
 _LOG = logging.getLogger("wideep.front")
+END_WRITE_S = 1.0  # for a write in progress at the end of a stream
 MAX_WRITE_S = 30.0  # longest time for writing one message; after that, the rank counts as stopped
 _LONG_MESSAGE = 1 << 18  # bytes; longer ones (log-probabilities of a long prompt) are decoded in a thread
 SILENCE_S = 1.0  # a longer silence before the end of a stream is added to the reason
@@ -83,6 +84,7 @@ class AttachedRank:
         self.write_begun_s = math.inf  # time.monotonic() at which the current write began
         self._outbox: deque[object] = deque()
         self._posted = asyncio.Event()
+        self._ends_writes = False
 
     def post(self, message: object) -> None:
         """Queue a message."""
@@ -90,14 +92,19 @@ class AttachedRank:
         self._posted.set()
 
     async def write(self, context: grpc.aio.ServicerContext) -> None:
-        """Write queued messages until cancelled."""
-        while True:
+        """Write queued messages until `end_writes`."""
+        while not self._ends_writes:
             await self._posted.wait()
             self._posted.clear()
-            while self._outbox:
+            while self._outbox and not self._ends_writes:
                 self.write_begun_s = time.monotonic()
                 await context.write(self.seal.seal(encode(self._outbox.popleft())))
             self.write_begun_s = math.inf
+
+    def end_writes(self) -> None:
+        """Let `write` return after the present message."""
+        self._ends_writes = True
+        self._posted.set()
 
 
 class Ranks:
@@ -232,6 +239,9 @@ class Ranks:
                 if task.done():
                     task.result()  # raises errors of this side
         finally:
+            # gRPC cannot end a stream during a write, even one that was cancelled: the rank would notice nothing.
+            stream.end_writes()
+            await asyncio.wait([writer], timeout=END_WRITE_S)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

@@ -340,6 +340,27 @@ def test_a_link_that_is_lost_closes_its_channel(front: FrontEnd) -> None:
         link._channel.stream_stream("/x/y")(iter(()))
 
 
+@pytest.mark.slow
+def test_a_rank_that_is_dropped_during_a_write_is_disconnected(front: FrontEnd) -> None:
+    """The front drops the rank some turns of its loop after the rank has attached, while it writes the first message. One in
+    twenty streams stayed open when such a write was cancelled."""
+
+    def drop(left: int) -> None:
+        if 0 in front.ranks.attached and left <= 0:
+            front.ranks.give_up(0, "a reason")
+        else:
+            front.loop.call_soon(drop, left - (0 in front.ranks.attached))
+
+    for turns in 8 * [*range(12)]:
+        heard: Heard = Queue()
+        link = link_to(front, heard)
+        front.say(drop, turns)
+        with contextlib.suppress(LinkError):  # lost before it was accepted
+            link.open(30)
+            assert isinstance(heard.get(timeout=30), FrontLost)
+        link.close()
+
+
 def test_the_rank_hears_that_the_front_is_gone(front: FrontEnd) -> None:
     link, heard = front.attach()
     front.run(front.ranks.close())
