@@ -113,7 +113,7 @@ def test_several_pools_have_a_link_to_the_experts_of_each(
     browser.wait_for("!document.getElementById('pools').hidden")
     assert text(browser, "pools") == "Experts of pool prefill · decode"
     browser.evaluate("document.querySelector('#pools a').click()")
-    browser.wait_for(f"location.search === '?pool=decode' && {LIVE}")
+    browser.wait_for(f"location.search === '?pool=decode' && document.body && {LIVE}")
     browser.wait_for("!document.getElementById('pools').hidden")
     assert browser.evaluate("document.querySelector('#pools strong').innerText") == "decode"
     assert service.asked_pools[0] is None and service.asked_pools[-1] == "decode"
