@@ -98,7 +98,7 @@ def _prepare(options: Options) -> Options:
     """Resolve the model, fill in the options that all ranks share, and run the preflight checks."""
     if options.join is not None:
         raise OptionsError("`wideep serve` does not accept --join; use `wideep worker` under torchrun")
-    device, asked = choose_device(options.device), options
+    device, given = choose_device(options.device), options
     ranks = _num_ranks(options, device)
     pools = options.pools_among(ranks)
     options = replace(
@@ -111,7 +111,7 @@ def _prepare(options: Options) -> Options:
     )
     say(f"wideep: computing on {device.in_words}")
     say_problems(problems_at_start(options, num_ranks=ranks, has_other_nodes=False))
-    say_notes(asked, options, pools)
+    say_notes(given, options, pools)
     return options if options.port or options.uds else replace(options, port=free_port(options.host))
 
 

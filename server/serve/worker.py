@@ -97,7 +97,7 @@ def _prepare(
             "remove the flag: torchrun's --nproc-per-node sets the number of ranks"
         )
     pools = options.pools_among(place.world_size)
-    device, asked = choose_device(options.device) if UNDER_SERVE not in environment else None, options
+    device, given = choose_device(options.device) if UNDER_SERVE not in environment else None, options
     if device is not None:
         options = on_device(with_hand_over(options), device, num_local_ranks=place.local_world_size)
     options = replace(with_checkpoint(options), data_parallel_size=place.local_world_size).with_engine(
@@ -120,7 +120,7 @@ def _prepare(
                 num_served_ranks=place.world_size if has_front else None,
             )
         )
-        say_notes(asked, options, pools)
+        say_notes(given, options, pools)
     return options
 
 

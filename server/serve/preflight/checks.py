@@ -138,15 +138,15 @@ def check_listener(options: Options) -> None:
         check_path(options.uds)
 
 
-def say_notes(asked: Options, options: Options, pools: Sequence[Pool]) -> None:
+def say_notes(given: Options, options: Options, pools: Sequence[Pool]) -> None:
     """Log the defaults that a user might not expect.
 
     Args:
-        asked: The options as given. `options`: Those that serve.
+        given: The options as given. `options`: Those that serve.
     """
     sizes = dict.fromkeys(pool.num_ranks for pool in pools)
     for note in (
-        note_on_hand_over(asked, options),
+        note_on_hand_over(given, options),
         *(note_on_redundancy(options, num_ranks) for num_ranks in sizes),
     ):
         if note is not None:

@@ -33,9 +33,9 @@ def with_hand_over(options: Options, *, machine_bytes: int | None = None) -> Opt
     return options.with_engine(kv_offloading_bytes=int(machine_bytes * HAND_OVER_SHARE))
 
 
-def note_on_hand_over(asked: Options, options: Options) -> str | None:
+def note_on_hand_over(given: Options, options: Options) -> str | None:
     """Return a note on the tier that `with_hand_over` has added, or None if it has added none."""
-    if asked.engine.kv_offloading_bytes == options.engine.kv_offloading_bytes:
+    if given.engine.kv_offloading_bytes == options.engine.kv_offloading_bytes:
         return None
     return (
         f"the pools share {gib(options.engine.kv_offloading_bytes)} of host memory for handing requests over, "
