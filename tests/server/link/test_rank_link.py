@@ -455,7 +455,7 @@ def test_a_rank_that_does_not_read_is_lost_after_a_while(
     stream, now_s = front.ranks.attached[0], time.monotonic()
     monkeypatch.setattr(front.ranks, "_clock", lambda: now_s + 31)
 
-    def post_amid_a_write() -> None:  # in the event loop, whose writer sets the time, too
+    def post_amid_a_write() -> None:  # in the event loop: its writer sets the time, too
         stream.write_begun_s = now_s
         front.ranks.post(0, Abort("r"))
 
