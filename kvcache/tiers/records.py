@@ -26,6 +26,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, auto
+from threading import Lock
 from typing import NamedTuple
 
 from kvcache.prefix import KEY_BYTES
@@ -84,7 +85,7 @@ class ReadResult(Enum):
 
 
 class RecordStore:
-    """The records of one file. One thread at a time may write; any may read."""
+    """The records of one file. Any thread may read and write."""
 
     def __init__(
         self,
@@ -111,6 +112,7 @@ class RecordStore:
             OSError: The file cannot be read or written.
         """
         self._fd, self.name = fd, name
+        self._writing = Lock()  # the locks of fcntl(2) exclude other processes, but no threads of this one
         num_records = num_records_in(num_bytes, layout.record_bytes)
         with self._locked(0, _HEADER_BYTES, waits=True):
             found = os.pread(fd, _HEADER.size, 0)
@@ -170,7 +172,7 @@ class RecordStore:
 
     def advance_to(self, generation: int) -> None:
         """Set the generation, unless the file has a newer one."""
-        with self._locked(0, _HEADER_BYTES, waits=True):
+        with self._writing, self._locked(0, _HEADER_BYTES, waits=True):
             if generation > self.generation:
                 os.pwrite(self._fd, _NUMBER.pack(generation), _GENERATION_AT)
 
@@ -209,7 +211,7 @@ class RecordStore:
             if take() == checksum:
                 self._note_read(place, 1)
                 return ReadResult.WHOLE
-        with self._locked(self._entry_at(place), ENTRY_BYTES, waits=False) as is_locked:
+        with self._writing, self._locked(self._entry_at(place), ENTRY_BYTES, waits=False) as is_locked:
             if not is_locked or self._find(key) != before:
                 return ReadResult.MISS
             self._write_entry(place, _NO_ENTRY)
@@ -221,14 +223,15 @@ class RecordStore:
         Raises:
             OSError: The file cannot be written, for example because the disk is full.
         """
-        place = self._take_place(key)
-        if place is None:
-            return False
-        try:
-            self._transfer(os.pwritev, buffers, place)
-            self._write_entry(place, _Entry(key, checksum, 0))
-        finally:
-            self._unlock(self._entry_at(place), ENTRY_BYTES)
+        with self._writing:
+            place = self._take_place(key)
+            if place is None:
+                return False
+            try:
+                self._transfer(os.pwritev, buffers, place)
+                self._write_entry(place, _Entry(key, checksum, 0))
+            finally:
+                self._unlock(self._entry_at(place), ENTRY_BYTES)
         return True
 
     def _take_place(self, key: bytes) -> int | None:

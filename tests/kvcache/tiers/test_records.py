@@ -5,8 +5,10 @@ import multiprocessing
 import os
 import random
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -231,3 +233,27 @@ def test_a_writer_may_be_killed_at_any_moment(tmp_path: Path) -> None:
                 outcome is ReadResult.WHOLE and content == content_of(number)
             )
     assert all(put(store, number) for number in range(1000, 1016)), "a dead writer keeps no lock"
+
+
+def test_a_thread_waits_for_another_one_s_write(store: RecordStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The locks of fcntl(2) exclude other processes only: one thread's unlocking would end another one's lock."""
+    writes, may_go_on = threading.Event(), threading.Event()
+    transfer = store._transfer
+
+    def transfer_late(*arguments: Any) -> None:
+        writes.set()
+        assert may_go_on.wait(30)
+        transfer(*arguments)
+
+    monkeypatch.setattr(store, "_transfer", transfer_late)
+    first = threading.Thread(target=put, args=(store, 1))
+    first.start()
+    assert writes.wait(30)
+    second = threading.Thread(target=put, args=(store, 2))
+    second.start()
+    second.join(0.2)
+    assert all(not place for place, _ in store._bucket(key_of(2))), "the second one has taken a place"
+    may_go_on.set()
+    for thread in (first, second):
+        thread.join(30)
+    assert get(store, 1)[0] is get(store, 2)[0] is ReadResult.WHOLE
