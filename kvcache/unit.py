@@ -51,6 +51,11 @@ def sum_of(parts: Sequence[Tensor]) -> int:
     return total
 
 
+def sum_of_bytes(record: memoryview) -> int:
+    """Return the checksum of a record with all its parts in one piece. The memory is aligned to words."""
+    return int(_sum_words(np.frombuffer(record, np.uint32), 0)) & _MASK
+
+
 def _signed(number: int) -> int:
     """Return the int64 with the bits of an unsigned number."""
     return number - (1 << 64) if number >> 63 else number

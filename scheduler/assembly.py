@@ -18,6 +18,8 @@ from kvcache.blocks import BlockPool
 from kvcache.paged_cache import BLOCK_TOKENS, PagedCache
 from kvcache.states import StatePool
 from kvcache.step import Step
+from kvcache.tiers.jobs import PeerAddress
+from kvcache.tiers.peers import PeerNetwork
 from moe.backend import Backend
 from moe.load.loader import Report
 from moe.long_rotary import limit_of
@@ -83,6 +85,7 @@ class Assembled(NamedTuple):
     num_drafts: int  # most drafts per sequence and step
     kv_cache_bytes: int  # of this rank
     memory: str  # measured parts of a GPU's memory, for people; "" if nothing was measured
+    kv_peer: PeerAddress | None = None  # where other nodes fetch prefixes; None if they cannot
 
     @property
     def states(self) -> str:
@@ -106,6 +109,7 @@ def assemble(
     is_joining: bool = False,
     available: Callable[[], int] = available_bytes,
     memory: DeviceMemory | None = None,
+    network: PeerNetwork | None = None,
 ) -> Assembled:
     """Build one rank's engine. Collective over the default group if there are several ranks.
 
@@ -123,6 +127,7 @@ def assemble(
         available: Returns the free memory in bytes; called before this rank takes over a lost rank's experts.
         memory: Counters of the device's memory, for tests. None: a GPU's own. With counters, the largest step runs before
             the cache is sized, unless the rank is joining.
+        network: How ranks of other nodes fetch prefixes from this rank's host memory. None: they cannot.
 
     Raises:
         UnsupportedModelError, ConfigError, KVMemoryError, SchedulerLimitsError, CheckpointError,
@@ -155,7 +160,7 @@ def assemble(
     relocation = _make_relocation(config, placement, model, channel, backend)
     lockstep = None if is_joining else open_lockstep(config, mailbox_group, placement.version)
     structures = StructureCompiler(load_vocabulary)
-    tiers = open_tiers(config, cache, backend.device, host_store or store, backend.enter_thread)
+    tiers = open_tiers(config, cache, backend.device, host_store or store, backend.enter_thread, network)
     if tiers is not None:
         scheduler.use_tiers(tiers)
     telemetry = Telemetry(config.rank, model.load_counts, runner)
@@ -191,6 +196,7 @@ def assemble(
     return Assembled(
         engine, scheduler, runner, model, length, *size, chosen, dispatch, telemetry,
         _map_experts(skeleton, placement), relocation, structures, config.num_drafts, found.kv_cache_bytes, found.memory,
+        None if tiers is None or tiers.peers is None else tiers.peers.address,
     )  # fmt: skip
 
 

@@ -396,6 +396,8 @@ class Engine:
                 num_prefill=num_prefill,
                 is_behind=num_prefill < agreement.others_prefill,
             )
+            if self._tiers is not None:
+                self._tiers.prompt_token_s = self._prefill_pace.token_s
         if self._drafter is not None and num_decodes and not agreement.has_prefill:
             self._drafter.costs.note(num_decodes, seconds)
 

@@ -9,6 +9,7 @@ class TierFigures(NamedTuple):
     # Counters: prompt tokens that requests loaded before their first start.
     host_hit_tokens: int = 0
     disk_hit_tokens: int = 0
+    peer_hit_tokens: int = 0  # fetched from another node
     host_load_bytes: int = 0
     disk_load_bytes: int = 0
     load_s: float = 0.0  # time of the thread that loads
@@ -16,7 +17,15 @@ class TierFigures(NamedTuple):
     disk_store_bytes: int = 0
     store_s: float = 0.0  # time of the thread that stores
     num_lookups: int = 0  # requests that looked for more of their prefix than the device had
-    num_faults: int = 0  # records with a wrong checksum
+    peer_fetch_bytes: int = 0  # received from other nodes
+    peer_fetch_s: float = 0.0  # time of the threads that fetch, over all peers
+    peer_serve_bytes: int = 0  # sent to other nodes
+    # Fetches by outcome: something came, the peer had nothing, computing was predicted to be faster, the peer failed.
+    num_fetches_whole: int = 0
+    num_fetches_empty: int = 0
+    num_fetches_declined: int = 0
+    num_fetches_failed: int = 0
+    num_faults: int = 0  # records with a wrong checksum, in a tier or after a transfer
     num_dropped: int = 0  # blocks that were not stored because too many waited
     host_bytes: int = 0  # gauges: bytes of the records in the tier
     host_capacity_bytes: int = 0

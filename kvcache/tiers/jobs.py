@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 @dataclass(eq=False)
@@ -24,3 +25,27 @@ class LoadJob:
     num_loaded: int = 0  # result: the first blocks that are whole, in order
     has_state: bool = False  # result
     sources: list[str] = field(default_factory=list)  # result: the tier of each loaded block
+
+
+@dataclass(eq=False)
+class FetchJob:
+    """Copy what this node lacks of a prefix from another node's host memory to this one's."""
+
+    address: str  # HOST:PORT of a rank of the other node
+    token_ids: Sequence[int]  # of whole blocks
+    root: bytes  # the key before the first block
+    num_cached: int = 0  # the first blocks that the device has
+    newest_state: int = 0  # number of blocks before the newest state that the device has
+    generation: int = 0  # records of older generations must not be fetched; set by the tiers
+    secret: bytes = b""  # of the keys; set by the tiers
+    is_unwanted: bool = False  # the request has ended or waits no longer; set at any time
+    keys: set[bytes] = field(
+        default_factory=set
+    )  # result: of the blocks that were copied, also before the end
+
+
+class PeerAddress(NamedTuple):
+    """Where other nodes fetch from a rank."""
+
+    address: str  # HOST:PORT
+    memory: str  # identifies the host memory: ranks with the same one share it

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from queue import SimpleQueue
 from threading import Lock, Thread
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from kvcache.tiers.figures import TierFigures
-from kvcache.tiers.jobs import LoadJob, SaveJob
+from kvcache.tiers.jobs import FetchJob, LoadJob, PeerAddress, SaveJob
 from kvcache.tiers.records import SECRET_BYTES, ReadResult, RecordStore
 from kvcache.unit import Unit
 
@@ -53,8 +53,20 @@ class Units(NamedTuple):
         return self.states if is_state else self.blocks
 
 
+class FetchesPrefixes(Protocol):
+    """Fetches from other nodes; implemented by `kvcache.tiers.peers.Peers`."""
+
+    address: PeerAddress  # where other nodes fetch from this rank
+
+    def fetch(self, fetch: FetchJob) -> None:
+        """Do a job in a thread, and pass it to `Tiers.end_fetch`."""
+
+    def close(self) -> None:
+        """End all threads and connections."""
+
+
 class Tiers:
-    """A rank's tiers. The step loop calls `has`, `save`, `load`, `finished` and `forget`."""
+    """A rank's tiers. The step loop calls `has`, `save`, `load`, `fetch`, `finished` and `forget`."""
 
     def __init__(
         self,
@@ -76,7 +88,10 @@ class Tiers:
         self.on_idle = on_idle
         oldest = tiers[-1].blocks  # the slowest tier outlives the others
         self._secret, self._generation = oldest.secret, oldest.generation
-        self._done: deque[SaveJob | LoadJob] = deque()
+        self._ordered_generation = 0  # the newest one that began while this process runs
+        self.peers: FetchesPrefixes | None = None
+        self.prompt_token_s = 0.0  # time that a prompt's token adds to a step; 0 until it is measured
+        self._done: deque[SaveJob | LoadJob | FetchJob] = deque()
         self._lock = Lock()  # of the figures
         self._figures = TierFigures()
         self._counted_s = float("-inf")
@@ -91,7 +106,16 @@ class Tiers:
     @property
     def secret(self) -> bytes:
         """The key of the hash of prefixes, of this generation: 32 bytes. Equal in all processes that share the tiers."""
-        number = self._generation.to_bytes(8, "little")
+        return self.secret_of(self._generation)
+
+    @property
+    def generation(self) -> int:
+        """The present generation of the records."""
+        return self._generation
+
+    def secret_of(self, generation: int) -> bytes:
+        """Return the key of the hash of prefixes of a generation."""
+        number = generation.to_bytes(8, "little")
         return hashlib.blake2b(number, digest_size=SECRET_BYTES, key=self._secret).digest()
 
     def has(self, key: bytes, *, is_state: bool = False) -> bool:
@@ -111,34 +135,54 @@ class Tiers:
         self._jobs[0].put(load)
 
     @property
+    def has_peers(self) -> bool:
+        """Whether `fetch` can copy prefixes from other nodes."""
+        return self.peers is not None
+
+    def fetch(self, fetch: FetchJob) -> None:
+        """Copy a prefix from another node to the host memory of this one. `finished` returns the job."""
+        assert self.peers is not None, "a prefix is fetched without peers"
+        # Only orders of this service count: the generations in files on disks differ between nodes.
+        fetch.generation, fetch.secret = self._ordered_generation, self.secret
+        self.peers.fetch(fetch)
+
+    def end_fetch(self, fetch: FetchJob) -> None:
+        """Let `finished` return a fetch. Called by its thread."""
+        self._done.append(fetch)
+        self.on_idle()
+
+    def keep(self, key: bytes, record: memoryview, checksum: int, *, is_state: bool = False) -> bool:
+        """Write a fetched record with a right checksum to host memory. Returns False if that tier has failed."""
+        for tier in [each for each in self._tiers if each.name == "host"]:
+            with self._without_failures_of(tier):
+                tier.store(is_state=is_state).write(key, [record], checksum)
+                return True
+        return False
+
+    @property
     def has_finished(self) -> bool:
         """Whether `finished` would return a job."""
         return bool(self._done)
 
-    def finished(self) -> list[SaveJob | LoadJob]:
+    def finished(self) -> list[SaveJob | LoadJob | FetchJob]:
         """Return the jobs that ended since the last call."""
         return [self._done.popleft() for _ in range(len(self._done))]
 
     def forget(self, generation: int) -> None:
         """Begin a generation, unless it has begun: no record of an older one is found again, here or after a restart."""
         self._generation = max(self._generation, generation)
+        self._ordered_generation = max(self._ordered_generation, generation)
         for tier in list(self._tiers):
             with self._without_failures_of(tier):
                 tier.blocks.advance_to(self._generation)
 
-    def note(
-        self,
-        *,
-        num_lookups: int = 0,
-        num_dropped: int = 0,
-        host_hit_tokens: int = 0,
-        disk_hit_tokens: int = 0,
-    ) -> None:
-        """Add to the counters of these names."""
-        self._add(
-            num_lookups=num_lookups, num_dropped=num_dropped,
-            host_hit_tokens=host_hit_tokens, disk_hit_tokens=disk_hit_tokens,
-        )  # fmt: skip
+    def note(self, **counts: float) -> None:
+        """Add to counters of `TierFigures`."""
+        with self._lock:
+            present = self._figures._asdict()
+            self._figures = self._figures._replace(
+                **{name: present[name] + count for name, count in counts.items()}
+            )
 
     @property
     def figures(self) -> TierFigures:
@@ -147,17 +191,12 @@ class Tiers:
 
     def close(self) -> None:
         """End the threads after their present jobs."""
+        if self.peers is not None:
+            self.peers.close()
         for jobs in self._jobs:
             jobs.put(None)
         for thread in self._threads:
             thread.join(timeout=5)
-
-    def _add(self, **counts: float) -> None:
-        with self._lock:
-            now = self._figures
-            self._figures = now._replace(
-                **{name: getattr(now, name) + count for name, count in counts.items()}
-            )
 
     def _work(
         self,
@@ -177,7 +216,7 @@ class Tiers:
             except Exception:  # the thread goes on: a job that never ended would keep its blocks
                 log.exception("A KV block was not copied. It is computed again when it is needed")
             seconds = time.perf_counter() - begun_s
-            self._add(**{"load_s" if isinstance(job, LoadJob) else "store_s": seconds})
+            self.note(**{"load_s" if isinstance(job, LoadJob) else "store_s": seconds})
             self._done.append(job)
             if jobs.empty():
                 self._count_records()
@@ -204,11 +243,11 @@ class Tiers:
             with self._without_failures_of(tier):
                 outcome = store.read(key, unit.buffers(index), lambda: unit.take(index))
                 if outcome is ReadResult.WHOLE:
-                    self._add(**{f"{tier.name}_load_bytes": store.record_bytes})
+                    self.note(**{f"{tier.name}_load_bytes": store.record_bytes})
                     return tier.name
                 if outcome is ReadResult.DAMAGED:
                     log.warning("A KV block of %s was damaged. It is computed again", store.name)
-                    self._add(num_faults=1)
+                    self.note(num_faults=1)
         return None
 
     def _save(self, save: SaveJob, units: Units) -> None:
@@ -226,7 +265,7 @@ class Tiers:
             store = tier.store(is_state=save.is_state)
             with self._without_failures_of(tier):
                 if store.write(save.key, buffers, checksum):
-                    self._add(**{f"{tier.name}_store_bytes": store.record_bytes})
+                    self.note(**{f"{tier.name}_store_bytes": store.record_bytes})
 
     @contextmanager
     def _without_failures_of(self, tier: Tier) -> Iterator[None]:

@@ -78,6 +78,7 @@ class Request:
     key_id: str = ""  # digest of the client's API key; keys share the service fairly
     cache_salt: str = ""  # requests with different ones share no cached prefix and no answer to draft from
     priority: int = 0  # lower runs first; for the order of equal ones see `scheduler.policy.roster`
+    prefix_at: str = ""  # HOST:PORT of a rank of another node that probably has its prefix; "": none is known
 
 
 class Logprobs(NamedTuple):
@@ -102,11 +103,17 @@ class RequestOutput:
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache; sent with the first token
     num_host_tokens: int = 0  # those of them that were loaded from host memory
     num_disk_tokens: int = 0  # those that were loaded from disk
+    num_peer_tokens: int = 0  # those that were fetched from another node
     queued_s: float = 0.0  # from arrival until the rank first ran the request; sent with the first token
     finish_reason: FinishReason | None = None
     error: str = ""
     num_draft_tokens: int = 0  # drafts tried in the step; all `token_ids` except the last were drafts
     is_returned: bool = False  # the rank has released it and forgets it, after `Withdraw`
+
+    @property
+    def num_tier_tokens(self) -> int:
+        """Cached prompt tokens that were not on the device."""
+        return self.num_host_tokens + self.num_disk_tokens + self.num_peer_tokens
 
 
 class DraftCounts(NamedTuple):

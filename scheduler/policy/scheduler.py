@@ -116,6 +116,7 @@ class Scheduler:
         self._in_flight: deque[StepBatch] = deque()
         self._deadlines: list[tuple[float, str]] = []  # a heap; ended requests are skipped when due
         self._refused: list[RequestOutput] = []  # ends found by `add`; `expire` or `commit` delivers them
+        self._remote: deque[Sequence] = deque()  # new ones with prefixes that another node may have
 
     @property
     def has_work(self) -> bool:
@@ -222,6 +223,8 @@ class Scheduler:
             self._refused.append(_end_of(request.request_id, reason, error or ""))
             return
         self._roster.enqueue(sequence)
+        if request.prefix_at:
+            self._remote.append(sequence)
         if request.deadline_s is not None:
             heapq.heappush(self._deadlines, (request.deadline_s, request.request_id))
 
@@ -270,6 +273,7 @@ class Scheduler:
         """
         most = min(self._max_num_batched_tokens, most_tokens or self._max_num_batched_tokens)
         self._roster.unpark()
+        self._begin_fetches(now_s)
         self.collect(now_s)
         items = self._plan_decodes(most)
         num_decode_tokens = sum([item.num_tokens for item in items])
@@ -475,10 +479,20 @@ class Scheduler:
             self._waits_for_tier(waiting.head, now_s)
         return items
 
-    def _waits_for_tier(self, sequence: Sequence, now_s: float) -> bool:
-        """Whether the head of the queue was set aside because its prefix is on the way from a tier."""
+    def _begin_fetches(self, now_s: float) -> None:
+        while self._remote:
+            sequence = self._remote.popleft()
+            if sequence.status is SequenceStatus.WAITING:
+                self._note_length(sequence)
+                self._tables.begin_fetch(sequence, now_s)
+
+    def _note_length(self, sequence: Sequence) -> None:
         if self._rotary_limit is not None:
             sequence.is_long = len(sequence.token_ids) > self._rotary_limit
+
+    def _waits_for_tier(self, sequence: Sequence, now_s: float) -> bool:
+        """Whether the head of the queue was set aside because its prefix is on the way from a tier."""
+        self._note_length(sequence)
         if not self._tables.begin_load(sequence, len(self._roster.running), now_s):
             return False
         self._roster.set_aside(sequence)
@@ -542,6 +556,7 @@ class Scheduler:
             num_cached_tokens=sequence.num_cached_tokens if is_first else 0,
             num_host_tokens=sequence.num_host_tokens if is_first else 0,
             num_disk_tokens=sequence.num_disk_tokens if is_first else 0,
+            num_peer_tokens=sequence.num_peer_tokens if is_first else 0,
             queued_s=sequence.queued_s if is_first else 0.0,
             finish_reason=reason,
             error=error,

@@ -18,6 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from kvcache.prefix import LONG_ROOT_KEY, ROOT_KEY, salted
+from kvcache.tiers.jobs import FetchJob
 from scheduler.policy.request import FinishReason, Logprobs, Request
 from scheduler.policy.token_rules import TokenRules
 
@@ -134,10 +135,12 @@ class Sequence:
     num_admissions: int = 0  # 2 and more after preemption
     num_looked: int = 0  # number of admissions before which its prefix was looked up in the tiers
     num_offered: int = 0  # of its first blocks, given to the tiers since its last admission
-    is_loading: bool = False  # its prefix is on the way from a tier
+    is_loading: bool = False  # its prefix is on the way from a tier or another node
+    fetch: FetchJob | None = None  # of its prefix from another node
     num_cached_tokens: int = 0  # prompt tokens that the first admission found in the prefix cache
     num_host_tokens: int = 0  # prompt tokens loaded from host memory before the first admission
     num_disk_tokens: int = 0
+    num_peer_tokens: int = 0  # fetched from another node
     queued_s: float = 0.0  # from arrival to the first admission
     rules: TokenRules | None = None
     # Of prompt tokens from the second on, if requested, until they are delivered.

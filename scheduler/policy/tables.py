@@ -58,6 +58,11 @@ class BlockTables:
             return False
         return self.tiers.look(sequence, _num_shareable(sequence), num_spare_blocks, now_s)
 
+    def begin_fetch(self, sequence: Sequence, now_s: float) -> None:
+        """Begin to fetch a new sequence's prefix from the node that its request names."""
+        if self.tiers is not None:
+            self.tiers.fetch(sequence, _num_shareable(sequence), now_s)
+
     def forget_prefixes(self, generation: int) -> None:
         """Hide all cached prefixes. Those in tiers are hidden if their generation is older than this one."""
         self._pool.forget_prefixes(None if self.tiers is None else self.tiers.forget(generation))

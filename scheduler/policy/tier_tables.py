@@ -8,17 +8,21 @@ when it is seated. So no other part of the scheduler knows tiers, and a load tha
 A request is looked up once before each start, when its turn comes, or while it is the next to start and all seats are taken.
 While its prefix loads, others may pass it. After `MOST_LOAD_S` the request starts without it, and the blocks come back when
 the thread is done with them.
+
+If another node probably has a request's prefix, what this node lacks is fetched as soon as the request arrives. It holds no block.
+The fetched blocks are in host memory when the request is looked up.
 """
 
+from collections import Counter
 from typing import NamedTuple, Protocol
 
 from kvcache.blocks import BlockPool
 from kvcache.states import StatePool
 from kvcache.tiers.figures import TierFigures
-from kvcache.tiers.jobs import LoadJob, SaveJob
-from scheduler.policy.sequence import Sequence
+from kvcache.tiers.jobs import FetchJob, LoadJob, SaveJob
+from scheduler.policy.sequence import Sequence, SequenceStatus
 
-MOST_LOAD_S = 3.0
+MOST_LOAD_S = 3.0  # also of a fetch
 SHARE_OF_SAVES = 4  # saves hold at most a fourth of the blocks, or of the slots
 
 
@@ -31,24 +35,22 @@ class KeepsTiers(Protocol):
     @property
     def secret(self) -> bytes: ...
 
+    @property
+    def has_peers(self) -> bool: ...
+
     def has(self, key: bytes, *, is_state: bool = False) -> bool: ...
 
     def save(self, save: SaveJob) -> None: ...
 
     def load(self, load: LoadJob) -> None: ...
 
-    def finished(self) -> list[SaveJob | LoadJob]: ...
+    def fetch(self, fetch: FetchJob) -> None: ...
+
+    def finished(self) -> list[SaveJob | LoadJob | FetchJob]: ...
 
     def forget(self, generation: int) -> None: ...
 
-    def note(
-        self,
-        *,
-        num_lookups: int = 0,
-        num_dropped: int = 0,
-        host_hit_tokens: int = 0,
-        disk_hit_tokens: int = 0,
-    ) -> None: ...
+    def note(self, **counts: float) -> None: ...
 
 
 class _Loading(NamedTuple):
@@ -63,12 +65,20 @@ class _Loading(NamedTuple):
     secret: bytes
 
 
+class _Fetching(NamedTuple):
+    """A sequence with a prefix that is fetched from another node."""
+
+    sequence: Sequence
+    until_s: float
+
+
 class TierTables:
     """The jobs of one rank's tiers. Only the scheduler's thread uses it."""
 
     def __init__(self, tiers: KeepsTiers, pool: BlockPool, states: StatePool | None) -> None:
         self._tiers, self._pool, self._states = tiers, pool, states
         self._loads: dict[LoadJob, _Loading] = {}
+        self._fetches: dict[FetchJob, _Fetching] = {}
         self._num_saves = {False: 0, True: 0}  # open ones: of blocks, and of states
         self._most_saves = {
             False: max(1, pool.num_blocks // SHARE_OF_SAVES),
@@ -103,13 +113,43 @@ class TierTables:
             self._num_saves[True] += 1
             self._tiers.save(SaveJob(slot, key, is_state=True))
 
+    def fetch(self, sequence: Sequence, num_shareable: int, now_s: float) -> None:
+        """Begin to fetch a new sequence's prefix from the node that its request names.
+
+        Args:
+            num_shareable: As for `look`.
+        """
+        pool, token_ids, root = self._pool, sequence.token_ids, sequence.root_key
+        num_blocks = num_shareable // pool.block_tokens
+        if not num_blocks or not self._tiers.has_peers:
+            return
+        matched = pool.match(token_ids[:num_shareable], root)
+        newest_state = 0
+        if self._states is not None:
+            newest_state = self._states.find([pool.key_of(block_id) for block_id in matched]).num_blocks
+        if num_blocks == (len(matched) if self._states is None else newest_state):
+            return
+        fetch = FetchJob(
+            sequence.request.prefix_at,
+            token_ids[: num_blocks * pool.block_tokens],
+            root,
+            num_cached=len(matched),
+            newest_state=newest_state,
+        )
+        sequence.fetch = fetch
+        self._fetches[fetch] = _Fetching(sequence, now_s + MOST_LOAD_S)
+        self._tiers.fetch(fetch)
+
     def look(self, sequence: Sequence, num_shareable: int, num_spare: int, now_s: float) -> bool:
-        """Begin to load what continues the sequence's cached prefix, if a tier has it. Returns whether it loads.
+        """Begin to load what continues the sequence's cached prefix, if a tier has it. Returns whether it loads or is fetched.
 
         Args:
             num_shareable: Number of tokens that need not be computed if they are cached.
             num_spare: Number of blocks that must stay free.
         """
+        if sequence.fetch in self._fetches:
+            sequence.is_loading = True
+            return True
         if sequence.num_looked == sequence.num_admissions + 1:
             return False
         pool, token_ids, root = self._pool, sequence.token_ids, sequence.root_key
@@ -164,11 +204,17 @@ class TierTables:
                     self._pool.unpin(job.index)
                 elif self._states is not None:
                     self._states.give(job.index)
-            else:
+            elif isinstance(job, LoadJob):
                 self._end_load(job, self._loads.pop(job))
+            elif job in self._fetches:
+                self._fetches.pop(job).sequence.is_loading = False
         for loading in self._loads.values():
             if now_s > loading.until_s:
                 loading.sequence.is_loading = False
+        for fetch, (sequence, until_s) in list(self._fetches.items()):
+            if now_s > until_s or sequence.status is SequenceStatus.ENDED:
+                fetch.is_unwanted, sequence.is_loading = True, False
+                del self._fetches[fetch]
 
     def _end_load(self, load: LoadJob, loading: _Loading) -> None:
         """Publish what was loaded, and release everything."""
@@ -187,12 +233,15 @@ class TierTables:
             states.give(load.slot)
         sequence = loading.sequence
         if sequence.is_loading and loading.num_admissions == 0:
-            sources = load.sources[:num_loaded]
-            sequence.num_host_tokens = sources.count("host") * size
-            sequence.num_disk_tokens = sources.count("disk") * size
-            self._tiers.note(
-                host_hit_tokens=sequence.num_host_tokens, disk_hit_tokens=sequence.num_disk_tokens
+            fetched = sequence.fetch.keys if sequence.fetch else ()
+            sources = Counter(
+                "peer" if key in fetched else source
+                for key, source in zip(load.keys[:num_loaded], load.sources, strict=False)
             )
+            sequence.num_host_tokens = sources["host"] * size
+            sequence.num_disk_tokens = sources["disk"] * size
+            sequence.num_peer_tokens = sources["peer"] * size
+            self._tiers.note(**{f"{source}_hit_tokens": count * size for source, count in sources.items()})
         sequence.is_loading = False
         pool.release([*loading.matched, *load.block_ids])
 

@@ -10,8 +10,9 @@ from torch.distributed import Store
 
 from dispatch.wires.segment import identify_process
 from kvcache.gpu.unit import DeviceUnit
-from kvcache.paged_cache import PagedCache
+from kvcache.paged_cache import BLOCK_TOKENS, PagedCache
 from kvcache.tiers.opening import Kinds, open_disk, open_host
+from kvcache.tiers.peers import PeerNetwork, Peers
 from kvcache.tiers.records import RecordLayout, StoreError
 from kvcache.tiers.tiers import Tiers, Units
 from kvcache.unit import CacheUnit, block_parts, layout_of, state_parts
@@ -24,15 +25,17 @@ def open_tiers(
     device: torch.device,
     store: Store | None,
     enter_thread: Callable[[], None],
+    network: PeerNetwork | None = None,
 ) -> Tiers | None:
     """Return the tiers of a rank's cache, or None if none is wanted.
 
     Args:
         store: The job's store, where ranks of one host meet. None: the rank is alone.
         enter_thread: Called first in every new thread.
+        network: How ranks of other nodes reach the tier in host memory. None if there are no others.
 
     Raises:
-        ConfigError: The sizes or the directory cannot be used. The message names what to change.
+        ConfigError: The sizes, the directory or the network cannot be used. The message names what to change.
     """
     if not config.has_kv_tiers:
         return None
@@ -43,18 +46,31 @@ def open_tiers(
         return Units(unit_of(blocks), unit_of(states))
 
     kinds = _kinds(config, cache, device, make_units())
+    host = json.dumps(identify_process().host)
     tiers = []
     try:
         if config.kv_offloading_dir is not None:
             tiers.append(open_disk(Path(config.kv_offloading_dir), kinds, config.kv_offloading_disk_bytes))
         if config.kv_offloading_bytes:
             secret = tiers[0].blocks.secret if tiers else None
-            host = json.dumps(identify_process().host)
             size = config.kv_offloading_bytes
             tiers.insert(0, open_host(kinds, size, store=store, host=host, secret=secret))
     except StoreError as error:
         raise ConfigError(str(error)) from error
-    return Tiers(tiers, make_units, enter_thread=enter_thread)
+    opened = Tiers(tiers, make_units, enter_thread=enter_thread)
+    if network is not None and config.kv_offloading_bytes:
+        memory = hashlib.sha256(host.encode()).hexdigest()[:16]
+        try:
+            opened.peers = Peers(
+                opened, tiers[0], network,
+                memory=memory, blocks=kinds.blocks, states=kinds.states, block_tokens=BLOCK_TOKENS,
+            )  # fmt: skip
+        except OSError as error:
+            opened.close()
+            raise ConfigError(
+                f"the KV tier cannot listen on {network.host}: {error.strerror or error}"
+            ) from error
+    return opened
 
 
 def _kinds(config: EngineConfig, cache: PagedCache, device: torch.device, units: Units) -> Kinds:

@@ -29,6 +29,11 @@ class PrefillPace:
         # Sums of the same. The ends of prompts, chunks of a few tokens, hardly count in them.
         self._added_s = self._added_tokens = 0.0
 
+    @property
+    def token_s(self) -> float:
+        """Time that a prompt's token adds to a step; 0 until it is measured."""
+        return self._added_s / self._added_tokens if self._added_tokens else 0.0
+
     def note(self, seconds: float, *, num_decodes: int, num_prefill: int, is_behind: bool = False) -> None:
         """Learn from a step's duration and this rank's tokens in it. Steps without tokens are ignored.
 
@@ -56,8 +61,7 @@ class PrefillPace:
             return 0  # with a target, decodes count as free until a step without prompts was measured
         target_s = self._target_s or DECODE_STEPS * self._decode_steps.at(max(num_open, num_decodes))
         room_s = max(0.0, target_s - self._decode_steps.at(num_decodes))
-        token_s = self._added_s / self._added_tokens
-        return max(self._least(), int(room_s / max(token_s, 1e-9)))
+        return max(self._least(), int(room_s / max(self.token_s, 1e-9)))
 
     def _least(self) -> int:
         token_s, chunk_s = self._chunks.slope, self._chunks.at(0)

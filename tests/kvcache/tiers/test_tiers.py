@@ -39,10 +39,11 @@ class Rank:
         for part in self.parts():
             part.copy_(torch.rand(part.shape, generator=generator))
         self.units = self._units()
+        size = self.units.states.num_bytes
         kinds = Kinds(
             RecordLayout(b"m" * 32, b"s" * 32, self.units.blocks.num_bytes),
-            RecordLayout(b"m" * 32, b"s" * 32, self.units.states.num_bytes),
-            states_share,
+            RecordLayout(b"m" * 32, b"s" * 32, size) if size else None,
+            states_share if size else 0.0,
         )
         tiers = [open_disk(disk, kinds, MEMORY)] if disk else []
         if host_bytes:

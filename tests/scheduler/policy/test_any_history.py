@@ -101,6 +101,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_prompt_logprobs=st.sampled_from([None, None, 0]),
         priority=st.sampled_from([0, 0, 1, -1]),
         key_id=st.sampled_from("abc"),
+        prefix_at=st.sampled_from(["", "peer:1"]),
     )
     def add(
         self,
@@ -115,6 +116,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_prompt_logprobs: int | None,
         priority: int,
         key_id: str,
+        prefix_at: str,
     ) -> None:
         prompt_ids = tuple([family] * num_shared + tail)
         request = Request(
@@ -130,6 +132,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             deadline_s=None if patience_s is None else self.now_s + patience_s,
             priority=priority,
             key_id=key_id,
+            prefix_at=prefix_at,
         )
         if len(prompt_ids) <= self.max_model_len:
             tokens, _ = serve_alone(request, self.max_model_len)
@@ -205,7 +208,7 @@ test_any_history_gives_each_request_what_it_gets_alone = SchedulerMachine.TestCa
 
 
 def test_long_runs_under_pressure_preempt_share_and_evict_and_still_give_the_same_tokens() -> None:
-    num_preemptions = num_hits = num_loads = 0
+    num_preemptions = num_hits = num_loads = num_fetches = 0
     for seed in range(12):
         rng = random.Random(seed)
         depth = 1 + seed % 3
@@ -227,7 +230,11 @@ def test_long_runs_under_pressure_preempt_share_and_evict_and_still_give_the_sam
                 )
                 requests.append(
                     Request(
-                        request_id=str(len(requests)), prompt_ids=prompt_ids, params=params, arrival_s=0.0
+                        request_id=str(len(requests)),
+                        prompt_ids=prompt_ids,
+                        params=params,
+                        arrival_s=0.0,
+                        prefix_at=rng.choice(["", "peer:1"]),
                     )
                 )
                 scheduler.add(requests[-1])
@@ -243,5 +250,7 @@ def test_long_runs_under_pressure_preempt_share_and_evict_and_still_give_the_sam
         num_preemptions += scheduler.stats.num_preemptions
         num_hits += scheduler.stats.prefix_hit_tokens
         num_loads += rank.tiers.num_loads if rank.tiers else 0
+        num_fetches += rank.tiers.num_fetches if rank.tiers else 0
     assert num_preemptions > 20 and num_hits > 1000, "the runs had too few preemptions or cache hits"
     assert num_loads > 20, "the runs loaded too few prefixes from tiers"
+    assert num_fetches > 20, "the runs fetched too few prefixes from other nodes"

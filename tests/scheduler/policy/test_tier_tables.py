@@ -1,5 +1,7 @@
 """How a scheduler uses its tiers: what waits for a load, for how long, and what is counted."""
 
+from dataclasses import replace
+
 import pytest
 
 from kvcache.blocks import BlockPool
@@ -131,6 +133,76 @@ def test_prompt_logprobs_load_nothing() -> None:
     rank.scheduler.add(ask("scored", [*PREFIX, 0], num_prompt_logprobs=0))
     rank.drain()
     assert rank.tiers.num_loads == num_loads
+
+
+def at_peer(request: Request) -> Request:
+    return replace(request, prefix_at="peer:1")
+
+
+@pytest.mark.parametrize("states", [0, 8])
+def test_a_prefix_of_another_node_is_fetched_before_the_request_starts_and_counted(states: int) -> None:
+    rank = rank_with_tiers(states=states)
+    serve(rank, ask("first", [*PREFIX, 0]))
+    serve(rank, ask("evicts", OTHER), ask("evicts more", OTHER[::-1]))
+    rank.tiers.lose_all()
+    serve(rank, at_peer(ask("again", [*PREFIX, 3])))
+    assert rank.tiers.num_fetches == 1
+    (output, *_) = rank.outputs["again"]
+    assert (output.num_cached_tokens, output.num_peer_tokens, output.num_host_tokens) == (
+        len(PREFIX),
+        len(PREFIX),
+        0,
+    )
+    assert (rank.tiers.figures.peer_hit_tokens, rank.tiers.figures.host_hit_tokens) == (len(PREFIX), 0)
+
+
+def test_others_pass_a_request_that_is_fetched_and_it_waits_for_a_limited_time() -> None:
+    rank = rank_with_tiers()
+    serve(rank, ask("first", [*PREFIX, 0]))
+    serve(rank, ask("evicts", OTHER), ask("evicts more", OTHER[::-1]))
+    rank.tiers.lose_all()
+    rank.tiers.is_prompt, rank.tiers.chance = False, 0.0
+    rank.scheduler.add(at_peer(ask("fetches", [*PREFIX, 3])))
+    rank.scheduler.add(ask("passes", [0, 0, 1]))
+    assert [item.sequence.request.request_id for item in rank.plan(now_s=10.0).items] == ["passes"]
+    rank.finish()
+    assert [item.sequence.request.request_id for item in rank.plan(now_s=10.0 + MOST_LOAD_S).items] == [
+        "passes"
+    ]
+    rank.finish()
+    [fetch] = rank.tiers._fetches
+    batch = rank.plan(now_s=10.1 + MOST_LOAD_S)
+    assert [(item.sequence.request.request_id, item.start) for item in batch.items] == [("fetches", 0)]
+    assert fetch.is_unwanted
+    rank.finish()
+    rank.drain()
+
+
+def test_an_aborted_request_ends_its_fetch_and_what_is_cached_is_not_fetched() -> None:
+    rank = rank_with_tiers()
+    serve(rank, ask("first", [*PREFIX, 0]), at_peer(ask("cached", [*PREFIX, 1])))
+    num_fetches = rank.tiers.num_fetches
+    serve(rank, at_peer(ask("still cached", [*PREFIX, 2])))
+    assert rank.tiers.num_fetches == num_fetches
+    rank.tiers.is_prompt, rank.tiers.chance = False, 0.0
+    rank.scheduler.add(at_peer(ask("leaves", OTHER)))
+    rank.plan()
+    [fetch] = rank.tiers._fetches
+    rank.scheduler.abort("leaves")
+    rank.plan()
+    assert fetch.is_unwanted
+    rank.tiers.chance = 1.0
+    rank.drain()
+
+
+def test_a_rank_without_peers_or_tiers_fetches_nothing() -> None:
+    rank = rank_with_tiers()
+    rank.tiers.has_peers = False
+    serve(rank, at_peer(ask("one", [*PREFIX, 0])))
+    assert rank.tiers.num_fetches == 0
+    pool = BlockPool(12, 4)
+    scheduler = Scheduler(pool, max_num_seqs=4, max_num_batched_tokens=32, max_model_len=48)
+    serve(PlannedRank(pool, scheduler, 32), at_peer(ask("one", [*PREFIX, 0])))
 
 
 def test_a_wrong_fake_is_noticed() -> None:

@@ -8,7 +8,7 @@ import random
 from typing import Any
 
 from kvcache.tiers.figures import TierFigures
-from kvcache.tiers.jobs import LoadJob, SaveJob
+from kvcache.tiers.jobs import FetchJob, LoadJob, SaveJob
 from tests.support.models.fake_model import PlannedRank
 
 
@@ -25,6 +25,12 @@ class FakeTiers:
         self._states: dict[bytes, list[int]] = {}
         self._saves: list[tuple[SaveJob, Any]] = []  # with the content when the save was ordered
         self._loads: list[LoadJob] = []
+        self._fetches: list[FetchJob] = []
+        # Another node has everything that was saved, as `_blocks` and `_states`.
+        self.remote_blocks: dict[bytes, Any] = {}
+        self.remote_states: dict[bytes, list[int]] = {}
+        self.has_peers = True  # only requests that name the other node fetch
+        self.num_fetches = 0
         self.num_loads = 0
 
     @property
@@ -33,7 +39,7 @@ class FakeTiers:
 
     @property
     def num_open(self) -> int:
-        return len(self._saves) + len(self._loads)
+        return len(self._saves) + len(self._loads) + len(self._fetches)
 
     def has(self, key: bytes, *, is_state: bool = False) -> bool:
         return key in (self._states if is_state else self._blocks)
@@ -46,27 +52,53 @@ class FakeTiers:
         self._loads.append(load)
         self.num_loads += 1
 
+    def lose_all(self) -> None:
+        """Forget the records here. The other node keeps them."""
+        self._blocks.clear()
+        self._states.clear()
+
+    def fetch(self, fetch: FetchJob) -> None:
+        assert fetch.token_ids and fetch.address, "a fetch of nothing, or from nowhere"
+        self._fetches.append(fetch)
+        self.num_fetches += 1
+
     def forget(self, generation: int) -> None:
         self.generation = max(self.generation, generation)
 
-    def note(self, **counts: int) -> None:
+    def note(self, **counts: float) -> None:
         present = self.figures._asdict()
         self.figures = self.figures._replace(
             **{name: present[name] + count for name, count in counts.items()}
         )
 
-    def finished(self) -> list[SaveJob | LoadJob]:
-        done: list[SaveJob | LoadJob] = []
+    def finished(self) -> list[SaveJob | LoadJob | FetchJob]:
+        done: list[SaveJob | LoadJob | FetchJob] = []
         while self._saves and self._is_time():
             save, content = self._saves.pop(0)
             assert self._content(save.index, is_state=save.is_state) == content, (
                 "a record changed while it was saved"
             )
             (self._states if save.is_state else self._blocks)[save.key] = content
+            (self.remote_states if save.is_state else self.remote_blocks)[save.key] = content
             done.append(save)
         while self._loads and self._is_time():
             done.append(self._fill(self._loads.pop(0)))
+        while self._fetches and self._is_time():
+            done.append(self._copy(self._fetches.pop(0)))
         return done
+
+    def _copy(self, fetch: FetchJob) -> FetchJob:
+        """Take over what the other node has of a prefix, up to a record that is lost on the way."""
+        for key in self.rank.pool.keys_of(fetch.token_ids, fetch.root):
+            if key in self.remote_states:
+                self._states.setdefault(key, self.remote_states[key])
+            if key in self._blocks:
+                continue
+            if key not in self.remote_blocks or self._random.random() < self._loss:
+                break
+            self._blocks[key] = self.remote_blocks[key]
+            fetch.keys.add(key)
+        return fetch
 
     def _is_time(self) -> bool:
         return self.is_prompt or self._random.random() < self.chance

@@ -16,6 +16,7 @@ from attention.sparse import pools as pooled_index
 from expert_placement.choose import ReplicaChoice
 from kvcache.paged_cache import PagedCache
 from kvcache.step import Span
+from kvcache.tiers.peers import PeerNetwork
 from moe.long_rotary import limit_of
 from moe.model import Model
 from moe.slot_choice import SlotChoice
@@ -61,8 +62,18 @@ class Served:
     stats: list[RankStats] = field(default_factory=list)
 
 
-def build(directory: Path, *, load_vocabulary: LoadVocabulary = no_vocabulary, **settings: Any) -> Assembled:
-    """Assemble this rank's engine. It runs alone unless `torch.distributed` is up in a pool."""
+def build(
+    directory: Path,
+    *,
+    load_vocabulary: LoadVocabulary = no_vocabulary,
+    network: PeerNetwork | None = None,
+    **settings: Any,
+) -> Assembled:
+    """Assemble this rank's engine. It runs alone unless `torch.distributed` is up in a pool.
+
+    Args:
+        network: As for `assemble`.
+    """
     if dist.is_initialized():
         settings = {"rank": dist.get_rank(), "world_size": dist.get_world_size(), **settings}
     doorbell = WaveDoorbell()
@@ -77,6 +88,7 @@ def build(directory: Path, *, load_vocabulary: LoadVocabulary = no_vocabulary, *
         ),
         doorbell,
         load_vocabulary=load_vocabulary,
+        network=network,
     )
     doorbell.engine = built.engine
     built.engine.waves = doorbell.waves = deque()  # type: ignore[attr-defined]

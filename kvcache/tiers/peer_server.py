@@ -1,0 +1,178 @@
+"""The server of a node's host memory: sends the records of prefixes to ranks of other nodes.
+
+Every rank of a node has one, and all of them serve the same memory, so a lost rank makes no record unreachable. It only reads, in
+a thread per connection, and no step waits for it. The checksum of a record is computed again before it is sent, so a record that
+is damaged here is not sent, and a wrong checksum at the client means a damaged transfer. See `kvcache.tiers.frames` for the protocol.
+"""
+
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Callable
+from threading import Lock, Thread
+from typing import NamedTuple
+
+from kvcache.prefix import PrefixIndex
+from kvcache.tiers.frames import (
+    HEADER_BYTES,
+    STALL_S,
+    STATE,
+    Answer,
+    Channel,
+    PrefixRequest,
+    RecordHeader,
+)
+from kvcache.tiers.records import ReadResult, RecordStore
+from kvcache.tiers.tiers import Tier
+from kvcache.unit import sum_of_bytes
+
+log = logging.getLogger(__name__)
+MOST_CONNECTIONS = 64  # at once; others are closed
+IDLE_S = 300.0  # a connection without requests is closed
+_PAUSE_S = 0.1  # if no descriptor is free for a connection
+
+
+class KeySecret(NamedTuple):
+    """The key of the hash of prefixes, and the generation that it belongs to."""
+
+    generation: int
+    secret: bytes
+
+
+class PeerServer:
+    """Serves the host memory of this node on a free port."""
+
+    def __init__(
+        self,
+        host: str,
+        tier: Tier,
+        *,
+        meaning: bytes,
+        secret: bytes,
+        block_tokens: int,
+        key_secret: Callable[[], KeySecret],
+        on_sent: Callable[[int], None],
+    ) -> None:
+        """Listen and start the thread that accepts connections.
+
+        Args:
+            host: Address of this node that other nodes reach. The kernel chooses the port.
+            meaning: `frames.meaning_of` of the tier's records.
+            secret: Known to processes of this service only.
+            key_secret: Returns the present key of the tier's hash; called in any thread.
+            on_sent: Called with the number of bytes of each record that was sent, in any thread.
+
+        Raises:
+            OSError: The address cannot be used.
+        """
+        self._tier, self._meaning, self._secret = tier, meaning, secret
+        self._block_tokens, self._key_secret, self._on_sent = block_tokens, key_secret, on_sent
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, backlog=MOST_CONNECTIONS)
+        shown = f"[{host}]" if ":" in host else host
+        self.address = f"{shown}:{self._listener.getsockname()[1]}"
+        self._lock = Lock()  # of the connections
+        self._connections: set[socket.socket] = set()
+        self._is_closing = False
+        self._threads = [Thread(target=self._accept, name="kv-peers", daemon=True)]
+        self._threads[0].start()
+
+    def close(self) -> None:
+        """Close the port and all connections."""
+        with self._lock:
+            self._is_closing = True
+            connections, threads = list(self._connections), list(self._threads)
+        for each in (self._listener, *connections):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits there
+        for thread in threads:
+            thread.join(timeout=5)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                if self._is_closing:
+                    return
+                time.sleep(_PAUSE_S)
+                continue
+            with self._lock:
+                self._threads = [each for each in self._threads if each.is_alive()]
+                if self._is_closing or len(self._connections) >= MOST_CONNECTIONS:
+                    connection.close()
+                    continue
+                self._connections.add(connection)
+                thread = Thread(target=self._serve, args=(connection,), name="kv-peer", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        """Serve one client until it leaves."""
+        try:
+            with connection:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                until_s = time.monotonic() + STALL_S
+                channel = Channel.accept(connection, self._secret, self._meaning, until_s)
+                while True:
+                    self._answer(channel, channel.next_request(idle_s=IDLE_S))
+        except OSError as error:  # anyone can connect, so these are no warnings
+            log.info("A connection to the KV tier of this node has ended: %s", error)
+        finally:
+            with self._lock:
+                self._connections.discard(connection)
+
+    def _answer(self, channel: Channel, request: PrefixRequest) -> None:
+        """Send what this node has of a prefix."""
+        key_secret = self._key_secret()
+        keys: list[bytes] = []
+        if key_secret.generation >= request.generation:  # otherwise this node still has to forget its records
+            keys = PrefixIndex(self._block_tokens, key_secret.secret).keys_of(request.token_ids, request.root)
+        answer = self._find(keys, request)
+        channel.answer(answer)
+        if answer.end:
+            self._send_records(channel, keys, answer)
+        channel.send_end()
+
+    def _find(self, keys: list[bytes], request: PrefixRequest) -> Answer:
+        """Choose what to send. Blocks must continue the client's, and a state is of use only after the client's newest one."""
+        blocks, states = self._tier.blocks, self._tier.states
+        first = end = min(request.first_block, len(keys))
+        while end < len(keys) and blocks.has(keys[end]):
+            end += 1
+        if states is not None:
+            ends = range(end, request.newest_state, -1)
+            end = next((each for each in ends if states.has(keys[each - 1])), 0)
+        elif end == first:
+            end = 0
+        return Answer(min(first, end), end)
+
+    def _send_records(self, channel: Channel, keys: list[bytes], answer: Answer) -> None:
+        """Send a state, then blocks, up to the first one that is gone."""
+        blocks, states = self._tier.blocks, self._tier.states
+        most_bytes = max(blocks.record_bytes, states.record_bytes if states else 0)
+        frame = memoryview(bytearray(HEADER_BYTES + most_bytes))
+        if states is not None and not self._send(channel, states, STATE, keys[answer.end - 1], frame):
+            return
+        for number in range(answer.first_block, answer.end):
+            if not self._send(channel, blocks, number, keys[number], frame):
+                return
+
+    def _send(self, channel: Channel, store: RecordStore, number: int, key: bytes, frame: memoryview) -> bool:
+        """Send a record by way of `frame`. Returns False if it is gone."""
+        frame = frame[: HEADER_BYTES + store.record_bytes]
+        record = frame[HEADER_BYTES:]
+        checksum = 0
+
+        def take() -> int:
+            nonlocal checksum
+            checksum = sum_of_bytes(record)
+            return checksum
+
+        if store.read(key, [record], take) is not ReadResult.WHOLE:
+            return False
+        channel.send_record(RecordHeader(number, checksum), frame)
+        self._on_sent(store.record_bytes)
+        return True
