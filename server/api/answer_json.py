@@ -8,6 +8,7 @@ tokens could become the same key. Chats have a separate field for the bytes and 
 """
 
 import codecs
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -75,14 +76,22 @@ def usage_of(
 
 def cached_by_tier(choices: Iterable[Generation]) -> dict[str, dict[str, int]]:
     """Return where cached tokens came from, under SGLang's name, or nothing if all were on the device."""
-    cached = host = disk = 0
+    found = Counter[str]()
     for each in choices:
-        cached += each.num_cached_tokens
-        host += each.num_host_tokens
-        disk += each.num_disk_tokens
-    if not host + disk:
+        found.update(
+            device=each.num_cached_tokens
+            - each.num_host_tokens
+            - each.num_disk_tokens
+            - each.num_peer_tokens,
+            host=each.num_host_tokens,
+            disk=each.num_disk_tokens,
+            peer=each.num_peer_tokens,
+        )
+    if not found["host"] + found["disk"] + found["peer"]:
         return {}
-    return {"cached_tokens_details": {"device": max(0, cached - host - disk), "host": host, "disk": disk}}
+    # Only services of several nodes have peers.
+    shown = [source for source in ("device", "host", "disk", "peer") if source != "peer" or found[source]]
+    return {"cached_tokens_details": {source: max(0, found[source]) for source in shown}}
 
 
 def metrics_of(answer: Answer) -> dict[str, float | None] | None:

@@ -68,6 +68,8 @@ def _tiers(node: Mapping[str, Any]) -> Iterator[str]:
             is_off = tier == "disk" and node["is_disk_off"]
             off = "; disabled after an error, until the next start" if is_off else ""
             yield f"{name} {_gib(used)} of {_gib(capacity)} GiB ({hits:,} prompt tokens found{off})"
+    if node.get("peer_hit_tokens"):
+        yield f"{node['peer_hit_tokens']:,} prompt tokens from other nodes"
     yield f"{node['faults']} damaged and {node['dropped']} dropped blocks"
 
 

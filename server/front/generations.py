@@ -93,7 +93,8 @@ class Generation:
         self.is_resuming = False  # whether it has tokens and waits for the first one after a move
         self.num_tokens = 0
         self.num_draft_tokens = self.num_accepted_tokens = 0
-        self.num_cached_tokens = self.num_host_tokens = self.num_disk_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_host_tokens = self.num_disk_tokens = self.num_peer_tokens = 0  # parts of them
         self.submitted_s = ask.request.arrival_s  # time of submission to the present rank
         self.queued_s = 0.0  # from arrival to the start on the rank that produced the first token
         self.prompt_logprobs: list[Logprobs] = []  # of prompt tokens 1 and up; they come with the first token
@@ -171,6 +172,7 @@ class Generation:
         if output.num_cached_tokens > self.num_cached_tokens:
             self.num_cached_tokens = output.num_cached_tokens
             self.num_host_tokens, self.num_disk_tokens = output.num_host_tokens, output.num_disk_tokens
+            self.num_peer_tokens = output.num_peer_tokens
         before_s = self.submitted_s - self.ask.request.arrival_s
         self.queued_s = max(self.queued_s, before_s + output.queued_s)
         self.prompt_logprobs += output.prompt_logprobs

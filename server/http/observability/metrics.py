@@ -17,7 +17,7 @@ from scheduler.policy.request import DraftCounts, FinishReason, RankStats
 from server.front.timing import Timing
 from server.http.exchanges import HttpExchange
 from server.http.observability.throughput import Throughput
-from server.http.observability.tiers import TIERS, TierTotals, device_hits
+from server.http.observability.tiers import SOURCES, TierTotals, device_hits
 from server.link.messages import RankFacts
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -209,7 +209,7 @@ class Metrics:
             "prompt_tokens_cached_by_source",
             "Cached prompt tokens, by tier.",
             "source",
-            (_DEVICE, *TIERS),
+            (_DEVICE, *SOURCES.values()),
         )
         self._output_tokens = make.counter("generation_tokens", "Tokens generated.")
         self._ttft = make.histogram("time_to_first_token_seconds", "Arrival to first token.", TTFT_S)
@@ -314,8 +314,8 @@ class Metrics:
             grown = getattr(stats, field) - (getattr(last, field) if last else 0)
             counter[rank].inc(max(0, grown))
         self._cached_by_source[rank, _DEVICE].inc(device_hits(stats, last, found))
-        for tier in TIERS if found else ():
-            self._cached_by_source[rank, tier].inc(getattr(found, f"{tier}_hit_tokens"))
+        for source, label in SOURCES.items() if found else ():
+            self._cached_by_source[rank, label].inc(getattr(found, f"{source}_hit_tokens"))
         if self._positions:
             self._note_drafts(rank, stats.drafts, last.drafts if last else DraftCounts())
         self._last[stats.rank] = stats

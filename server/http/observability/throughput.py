@@ -34,6 +34,7 @@ class Speed(NamedTuple):
     # Parts of `prefix_hit_rate` that tiers contributed, or None without tiers.
     host_hit_rate: float | None = None
     disk_hit_rate: float | None = None
+    peer_hit_rate: float | None = None  # from other nodes
     draft_acceptance: float | None = None  # share of drafted tokens, or None without any
     # Percentiles, accurate to 5 %, or None if nothing was counted.
     ttft_p50_s: float | None = None
@@ -57,6 +58,7 @@ class _Counts(NamedTuple):
     hit_tokens: int = 0
     host_tokens: int = 0
     disk_tokens: int = 0
+    peer_tokens: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
     refused: int = 0
@@ -135,6 +137,7 @@ class Throughput:
         self._now = self._now._replace(
             host_tokens=self._now.host_tokens + tiers.host_hit_tokens,
             disk_tokens=self._now.disk_tokens + tiers.disk_hit_tokens,
+            peer_tokens=self._now.peer_tokens + tiers.peer_hit_tokens,
             draft_tokens=self._now.draft_tokens + max(0, tried),
             accepted_tokens=self._now.accepted_tokens + max(0, accepted),
             query_tokens=self._now.query_tokens + max(0, query),
@@ -191,6 +194,7 @@ class Throughput:
             prefix_hit_rate=(now.hit_tokens - since.hit_tokens) / num_queried if num_queried else None,
             host_hit_rate=(now.host_tokens - since.host_tokens) / of_tiers if of_tiers else None,
             disk_hit_rate=(now.disk_tokens - since.disk_tokens) / of_tiers if of_tiers else None,
+            peer_hit_rate=(now.peer_tokens - since.peer_tokens) / of_tiers if of_tiers else None,
             draft_acceptance=(now.accepted_tokens - since.accepted_tokens) / num_tried if num_tried else None,
             ttft_p50_s=ttft[0],
             ttft_p99_s=ttft[1],
@@ -246,7 +250,8 @@ def in_words(speed: Speed) -> str:
     drafts = "" if speed.draft_acceptance is None else f", drafts accepted {speed.draft_acceptance:.1%}"
     hits = "-" if speed.prefix_hit_rate is None else f"{speed.prefix_hit_rate:.1%}"
     if speed.host_hit_rate is not None:
-        hits += f" (host {speed.host_hit_rate:.1%}, disk {speed.disk_hit_rate or 0:.1%})"
+        of_peers = f", other nodes {speed.peer_hit_rate:.1%}" if speed.peer_hit_rate else ""
+        hits += f" (host {speed.host_hit_rate:.1%}, disk {speed.disk_hit_rate or 0:.1%}{of_peers})"
     return (
         f"prompts {speed.prompt_tokens_per_s:.1f} tokens/s, generation {speed.generation_tokens_per_s:.1f} tokens/s, "
         f"running {speed.running}, waiting {speed.waiting}, KV cache {speed.kv_usage:.1%}, prefix hits {hits}{drafts}"

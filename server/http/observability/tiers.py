@@ -6,7 +6,7 @@ to nodes, because the ranks of a node share its tiers and all report the same on
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -17,6 +17,12 @@ from scheduler.policy.request import RankStats
 from server.link.messages import RankFacts
 
 TIERS = ("host", "disk")
+SOURCES = {
+    "host": "host",
+    "disk": "disk",
+    "peer": "p2p",
+}  # of cached tokens besides the device -> vLLM's label
+_OUTCOMES = ("whole", "empty", "declined", "failed")  # of fetches from other nodes
 _NO_FIGURES = TierFigures()
 # Fields of `TierFigures` that are gauges of a node; all others are counters of a rank.
 _GAUGES = ("host_bytes", "host_capacity_bytes", "disk_bytes", "disk_capacity_bytes", "is_disk_off")
@@ -79,7 +85,7 @@ class TierTotals(Collector):  # type: ignore[misc]
         sums = {
             name: int(sum(self._totals[rank][field] for rank in ranks))
             for name, field in (
-                *((f"{tier}_hit_tokens", f"{tier}_hit_tokens") for tier in TIERS),
+                *((f"{source}_hit_tokens", f"{source}_hit_tokens") for source in SOURCES),
                 *(("faults", "num_faults"), ("dropped", "num_dropped")),
             )
         }
@@ -107,10 +113,25 @@ class TierTotals(Collector):  # type: ignore[misc]
                 "Prompt tokens looked up in tiers.",
                 _all(totals, "query_tokens"),
             ),
-            ("vllm:external_prefix_cache_hits", "Prompt tokens found in tiers.", _sums(totals, "hit_tokens")),
+            (
+                "vllm:external_prefix_cache_hits",
+                "Prompt tokens found in tiers.",
+                _sums(totals, "hit_tokens", SOURCES),
+            ),
             ("wideep:kv_tier_lookups", "Requests looked up in tiers.", _all(totals, "num_lookups")),
             ("wideep:kv_tier_faults", "Records with a wrong checksum.", _all(totals, "num_faults")),
             ("wideep:kv_tier_dropped", "Blocks that were not stored.", _all(totals, "num_dropped")),
+            (
+                "wideep:kv_peer_received_bytes",
+                "Bytes fetched from other nodes.",
+                _all(totals, "peer_fetch_bytes"),
+            ),
+            ("wideep:kv_peer_sent_bytes", "Bytes sent to other nodes.", _all(totals, "peer_serve_bytes")),
+            (
+                "wideep:kv_peer_fetch_time",
+                "Seconds spent fetching from other nodes.",
+                _all(totals, "peer_fetch_s"),
+            ),
         ):
             family = CounterMetricFamily(name, text, labels=_LABELS)
             for rank, value in enumerate(values):
@@ -124,6 +145,13 @@ class TierTotals(Collector):  # type: ignore[misc]
                 for tier in TIERS:
                     family.add_metric((self._model_name, str(rank), tier), total[f"{tier}_{way}_bytes"])
             yield family
+        family = CounterMetricFamily(
+            "wideep:kv_peer_fetches", "Fetches from other nodes.", labels=(*_LABELS, "outcome")
+        )
+        for rank, total in enumerate(totals):
+            for outcome in _OUTCOMES:
+                family.add_metric((self._model_name, str(rank), outcome), total[f"num_fetches_{outcome}"])
+        yield family
 
     def _of_nodes(self) -> Iterator[Metric]:
         sizes: Counter[tuple[str, str]] = Counter()  # by host and field; a host may have several nodes
@@ -156,7 +184,7 @@ def device_hits(stats: RankStats, last: RankStats | None, grown: TierFigures | N
         grown: Growth of the tiers' counters since then; None without tiers.
     """
     num_found = stats.prefix_hit_tokens - (last.prefix_hit_tokens if last else 0)
-    of_tiers = grown.host_hit_tokens + grown.disk_hit_tokens if grown else 0
+    of_tiers = sum(getattr(grown, f"{source}_hit_tokens") for source in SOURCES) if grown else 0
     return max(0, num_found - of_tiers)
 
 
@@ -164,6 +192,6 @@ def _all(totals: Sequence[Mapping[str, float]], field: str) -> list[float]:
     return [total[field] for total in totals]
 
 
-def _sums(totals: Sequence[Mapping[str, float]], ending: str) -> list[float]:
+def _sums(totals: Sequence[Mapping[str, float]], ending: str, tiers: Iterable[str] = TIERS) -> list[float]:
     """Return sums over the tiers, by rank."""
-    return [sum(total[f"{tier}_{ending}"] for tier in TIERS) for total in totals]
+    return [sum(total[f"{tier}_{ending}"] for tier in tiers) for total in totals]

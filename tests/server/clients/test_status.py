@@ -109,7 +109,13 @@ def test_tiers_have_a_line_per_node_and_a_disabled_disk_is_named(
         "faults": 2, "dropped": 7,
     }  # fmt: skip
     only_memory = {**node, "host": "node-1", "disk_bytes": 0, "disk_capacity_bytes": 0}
-    failed = {**node, "host": "node-2", "host_capacity_bytes": 0, "is_disk_off": True}
+    failed = {
+        **node,
+        "host": "node-2",
+        "host_capacity_bytes": 0,
+        "is_disk_off": True,
+        "peer_hit_tokens": 4_096,
+    }
     answer = {**answer_of(epochs, EventLog()), "tiers": [node, only_memory, failed]}
     assert shown(monkeypatch, answer) == 0
     memory = "memory 1.5 of 4.0 GiB (12,345 prompt tokens found)"
@@ -118,5 +124,6 @@ def test_tiers_have_a_line_per_node_and_a_disabled_disk_is_named(
     assert capsys.readouterr().out.splitlines()[2:] == [
         f"KV tiers of node-0: {memory}, {disk}), {faults}",
         f"KV tiers of node-1: {memory}, {faults}",
-        f"KV tiers of node-2: {disk}; disabled after an error, until the next start), {faults}",
+        f"KV tiers of node-2: {disk}; disabled after an error, until the next start), "
+        f"4,096 prompt tokens from other nodes, {faults}",
     ]

@@ -190,6 +190,12 @@ def test_hits_of_tiers_are_parts_of_the_hit_rate(lines: pytest.LogCaptureFixture
     speed = watched.speed()
     assert (speed.prefix_hit_rate, speed.host_hit_rate, speed.disk_hit_rate) == (0.6, 0.3, 0.1)
     assert "prefix hits 60.0% (host 30.0%, disk 10.0%)" in lines.messages[-1]
-    watched.note_stats(replace(stats, step=3, prefix_query_tokens=200), TierFigures())
+    watched.note_stats(
+        replace(stats, step=3, prefix_query_tokens=200, prefix_hit_tokens=65), TierFigures(peer_hit_tokens=5)
+    )
+    watched.after(8)
+    assert watched.speed().peer_hit_rate == 0.05
+    assert "prefix hits 5.0% (host 0.0%, disk 0.0%, other nodes 5.0%)" in lines.messages[-1]
+    watched.note_stats(replace(stats, step=4, prefix_query_tokens=300), TierFigures())
     watched.after(8)
     assert watched.speed().host_hit_rate == 0, "the tiers were searched in vain"

@@ -64,31 +64,40 @@ def test_counters_have_vllm_s_names_and_exist_from_the_start(metrics: Metrics) -
         *(f"vllm:kv_offload_{way}_{what}_total" for way in ("load", "store") for what in ("bytes", "time")),
         *(f"vllm:external_prefix_cache_{what}_total" for what in ("queries", "hits")),
         *(f"wideep:kv_tier_{what}_total" for what in ("lookups", "faults", "dropped")),
+        *(f"wideep:kv_peer_{what}_total" for what in ("received_bytes", "sent_bytes", "fetch_time")),
     ):
         assert values_of(metrics, name) == zeros, name
     metrics.note_stats(
         stats_of(
             1, 1, host_load_bytes=5, disk_load_bytes=7, load_s=0.5, host_store_bytes=11, disk_store_bytes=13, store_s=1.5,
-            num_faults=2, num_dropped=3, num_lookups=4,
+            num_faults=2, num_dropped=3, num_lookups=4, peer_fetch_bytes=8, peer_serve_bytes=9, peer_fetch_s=0.25,
+            num_fetches_whole=1, num_fetches_failed=6,
         )
     )  # fmt: skip
     for name, value in (
         ("vllm:kv_offload_load_bytes", 12), ("vllm:kv_offload_load_time", 0.5), ("vllm:kv_offload_store_bytes", 24),
         ("vllm:kv_offload_store_time", 1.5), ("wideep:kv_tier_faults", 2), ("wideep:kv_tier_dropped", 3),
-        ("wideep:kv_tier_lookups", 4),
+        ("wideep:kv_tier_lookups", 4), ("wideep:kv_peer_received_bytes", 8), ("wideep:kv_peer_sent_bytes", 9),
+        ("wideep:kv_peer_fetch_time", 0.25),
     ):  # fmt: skip
         assert values_of(metrics, f"{name}_total") == {**zeros, "1": value}, name
     loads = values_of(metrics, "wideep:kv_tier_load_bytes_total", "engine tier")
     assert (loads["1", "host"], loads["1", "disk"], loads["0", "disk"]) == (5, 7, 0)
     assert values_of(metrics, "wideep:kv_tier_store_bytes_total", "engine tier")["1", "disk"] == 13
+    fetches = values_of(metrics, "wideep:kv_peer_fetches_total", "engine outcome")
+    assert {outcome: count for (rank, outcome), count in fetches.items() if rank == "1"} == {
+        "whole": 1, "empty": 0, "declined": 0, "failed": 6,
+    }  # fmt: skip
 
 
 def test_cached_tokens_are_counted_by_tier_and_the_device_has_the_rest(metrics: Metrics) -> None:
     metrics.note_stats(stats_of(0, 1, queried=100, hits=60, host_hit_tokens=30, disk_hit_tokens=10))
-    metrics.note_stats(stats_of(0, 2, queried=150, hits=90, host_hit_tokens=35, disk_hit_tokens=10))
+    metrics.note_stats(
+        stats_of(0, 2, queried=150, hits=96, host_hit_tokens=35, disk_hit_tokens=10, peer_hit_tokens=6)
+    )
     by_source = values_of(metrics, "vllm:prompt_tokens_cached_by_source_total", "engine source")
-    assert (by_source["0", "device"], by_source["0", "host"], by_source["0", "disk"]) == (45, 35, 10)
-    assert values_of(metrics, "vllm:external_prefix_cache_hits_total")["0"] == 45
+    assert [by_source["0", source] for source in ("device", "host", "disk", "p2p")] == [45, 35, 10, 6]
+    assert values_of(metrics, "vllm:external_prefix_cache_hits_total")["0"] == 51
     assert values_of(metrics, "vllm:external_prefix_cache_queries_total")["0"] == 150 - 45, (
         "not on the device"
     )
@@ -132,11 +141,11 @@ def test_a_disk_that_one_rank_left_out_is_shown_as_disabled(metrics: Metrics) ->
 def test_the_status_has_a_node_s_sizes_and_the_sums_of_its_ranks(metrics: Metrics) -> None:
     assert metrics.tiers.to_json() == []
     metrics.note_stats(stats_of(0, 1, host_hit_tokens=5, num_faults=1))
-    metrics.note_stats(stats_of(1, 1, host_hit_tokens=6, disk_hit_tokens=7, num_dropped=2))
+    metrics.note_stats(stats_of(1, 1, host_hit_tokens=6, disk_hit_tokens=7, peer_hit_tokens=3, num_dropped=2))
     assert metrics.tiers.to_json() == [
         {
             "host": "node-0", "ranks": [0, 1], **SIZES, "is_disk_off": False, "host_hit_tokens": 11, "disk_hit_tokens": 7,
-            "faults": 1, "dropped": 2,
+            "peer_hit_tokens": 3, "faults": 1, "dropped": 2,
         }
     ]  # fmt: skip
 
@@ -150,5 +159,6 @@ def test_a_service_without_tiers_has_no_families_of_tiers() -> None:
         "device": 10,
         "host": 0,
         "disk": 0,
+        "p2p": 0,
     }
     assert made.tiers.to_json() == [] and TierTotals("m", 1).note_stats(stats_of(0, 1)) is None

@@ -35,6 +35,7 @@ class Script:
     num_cached_tokens: int = 0
     num_host_tokens: int = 0  # of the cached ones
     num_disk_tokens: int = 0
+    num_peer_tokens: int = 0
     tokens_per_step: int = 1
 
 
@@ -151,6 +152,7 @@ class FakeRank(PacedRank):
             num_cached_tokens=script.num_cached_tokens,
             num_host_tokens=script.num_host_tokens,
             num_disk_tokens=script.num_disk_tokens,
+            num_peer_tokens=script.num_peer_tokens,
             finish_reason=(script.finish if is_whole else FinishReason.LENGTH) if ends else None,
             error=script.error if ends else "",
         )

@@ -37,7 +37,7 @@ const CHARTS = [
   { name: "kv", title: "KV cache in use", axisOf: fullAxis, lines: [line("all ranks", "first", "kv_usage")] },
   {
     name: "hits", title: "Prompt tokens found in the prefix cache", axisOf: fullAxis,
-    lines: [line("all", "first", "prefix_hit_rate"), { title: "in host memory or on disk", kind: "second", value: ofTiers }],
+    lines: [line("all", "first", "prefix_hit_rate"), { title: "in host memory, on disk, or on another node", kind: "second", value: ofTiers }],
   },
 ];
 
@@ -108,11 +108,12 @@ function tilesOf(health, now) {
 
 /** The share of looked-up prompt tokens that tiers had; null without tiers. */
 function ofTiers(speed) {
-  return isKnown(speed.host_hit_rate) ? speed.host_hit_rate + speed.disk_hit_rate : null;
+  return isKnown(speed.host_hit_rate) ? speed.host_hit_rate + speed.disk_hit_rate + (speed.peer_hit_rate ?? 0) : null;
 }
 
 function hitsOf(speed) {
-  const tiers = isKnown(speed.host_hit_rate) ? ` (host ${percent(speed.host_hit_rate)}, disk ${percent(speed.disk_hit_rate)})` : "";
+  const peers = speed.peer_hit_rate ? `, other nodes ${percent(speed.peer_hit_rate)}` : "";
+  const tiers = isKnown(speed.host_hit_rate) ? ` (host ${percent(speed.host_hit_rate)}, disk ${percent(speed.disk_hit_rate)}${peers})` : "";
   return `prefix hits ${percent(speed.prefix_hit_rate)}${tiers}`;
 }
 

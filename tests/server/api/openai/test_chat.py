@@ -46,6 +46,9 @@ def test_cached_tokens_are_reported_by_tier(front: FrontProcess, client: openai.
     details = chat(client, "w-tiers").usage.prompt_tokens_details
     assert details.cached_tokens == 9
     assert details.cached_tokens_details == {"device": 2, "host": 4, "disk": 3}
+    front.script("w-peers", TEXT, num_cached_tokens=9, num_peer_tokens=8)
+    details = chat(client, "w-peers").usage.prompt_tokens_details
+    assert details.cached_tokens_details == {"device": 1, "host": 0, "disk": 0, "peer": 8}
 
 
 def test_the_prompt_is_the_chat_template_s(front: FrontProcess, client: openai.OpenAI) -> None:
