@@ -30,6 +30,7 @@ from server.front.errors import ApiError
 from server.front.generations import NOBODY, Answer, Ask, Asker, Generation
 from server.front.journal import MAX_INCIDENTS, Journal
 from server.front.moves import Moves
+from server.front.prefix_sources import PrefixSources
 from server.front.router import MoveCause, Router
 from server.front.timing import Timing, timing_of
 from server.link.messages import Abort, RankFacts
@@ -121,6 +122,7 @@ class Requests:
         self._held: dict[str, Generation] = {}  # open choices that follow others
         # By a choice at a rank: the held choices of its answer that follow it.
         self._followers: dict[str, deque[Generation]] = {}
+        self._sources = PrefixSources()
         self._on_ask, self._on_answer = on_ask, on_answer
         self._why_not_ready = why_not_ready
         self._who_asks = who_asks
@@ -219,6 +221,7 @@ class Requests:
             block_tokens=facts.block_tokens,
             step_tokens=facts.max_num_batched_tokens,
         )
+        self._sources.enter(facts.rank, facts.kv_peer)
 
     def note_stats(self, stats: RankStats) -> None:
         """Record a rank's state after a step, and let requests move."""
@@ -233,7 +236,8 @@ class Requests:
         self._journal.take_back(request_id, released.cause)
         generation.num_moves += released.cause is not MoveCause.DRAIN
         generation.is_resuming = bool(request.replayed_ids)
-        self._submit(generation, now_s, is_moved=True, target=released.target)
+        previous = generation.rank if request.replayed_ids else None
+        self._submit(generation, now_s, is_moved=True, target=released.target, previous=previous)
 
     @property
     def num_parked(self) -> int:
@@ -252,6 +256,7 @@ class Requests:
         """Move the requests of lost ranks to other ranks."""
         for rank in ranks:
             self._router.leave(rank)
+            self._sources.leave(rank)
         now_s = time.monotonic()
         for request_id, generation in list(self._open.items()):
             is_there = self._is_at_rank(request_id) and not generation.finished
@@ -264,7 +269,7 @@ class Requests:
                 self._end(generation, FinishReason.ERROR, failure, failure.message)
                 continue
             self._router.retire(request_id)
-            self._submit(generation, now_s)
+            self._submit(generation, now_s, previous=generation.rank)
 
     def refuse(self, failure: ApiError) -> None:
         """Refuse new requests with `failure`; open ones continue."""
@@ -353,13 +358,20 @@ class Requests:
         return request_id not in self._parked and request_id not in self._held
 
     def _submit(
-        self, generation: Generation, now_s: float, *, is_moved: bool = False, target: int | None = None
+        self,
+        generation: Generation,
+        now_s: float,
+        *,
+        is_moved: bool = False,
+        target: int | None = None,
+        previous: int | None = None,
     ) -> None:
         """Submit a choice and its delivered tokens to the best rank, or park it if there is no rank.
 
         Args:
             is_moved: Whether to pick a rank regardless of the session, which then follows the request to that rank.
             target: The rank that reserved a place for it, or None to let the router pick one.
+            previous: The rank that had begun it.
         """
         request_id, params = generation.ask.request.request_id, generation.ask.request.params
         if not self._router.has_ranks:
@@ -369,6 +381,9 @@ class Requests:
         token_ids = [*request.prompt_ids, *request.replayed_ids]
         session = generation.asker.session
         rank = self._router.pick(token_ids, "" if is_moved else session) if target is None else target
+        if self._sources.has_several:
+            held = self._router.held_tokens(token_ids)
+            request = replace(request, prefix_at=self._sources.address_for(rank, held, previous))
         self._journal.move(request_id, rank)
         generation.move(rank, now_s)
         num_more = max(0, params.max_tokens - len(request.replayed_ids))
@@ -431,9 +446,7 @@ class Requests:
                 num_prompt_tokens=len(generation.ask.request.prompt_ids),
                 num_cached_tokens=output.num_cached_tokens,
                 # Loaded blocks may be evicted before their request starts.
-                num_tier_tokens=min(
-                    output.num_cached_tokens, output.num_host_tokens + output.num_disk_tokens
-                ),
+                num_tier_tokens=min(output.num_cached_tokens, output.num_tier_tokens),
             )
         generation.last_token_s = now_s
 

@@ -166,6 +166,10 @@ class Router:
         others[rank] = False
         return bool(others.any())
 
+    def held_tokens(self, prompt_ids: Sequence[int]) -> dict[int, int]:
+        """Return the number of prefix tokens that each rank has seen, for ranks that have seen any."""
+        return self._prefixes.held_tokens(prompt_ids)
+
     def _receivers(self) -> np.ndarray:
         """Return the ranks that may get requests: [ranks] bool. Draining ones only if no other rank is left."""
         receivers: np.ndarray = self._is_available & ~self._is_draining

@@ -28,6 +28,7 @@ import numpy as np
 
 from expert_placement.files import from_json, to_json
 from expert_placement.placement import Placement
+from kvcache.tiers.jobs import PeerAddress
 from scheduler.epochs.heartbeat import Heartbeat
 from scheduler.epochs.orders import Order
 from scheduler.moves.reports import ExpertMap, LoadReport, PlacementReport
@@ -88,6 +89,7 @@ class RankFacts:
     # Seconds that it must live to be restarted after its death; 0 if it is restarted in any case.
     restartable_in_s: float = 0.0
     node: str = ""  # identifies the torchrun; shared by its ranks
+    kv_peer: PeerAddress | None = None  # where other nodes fetch prefixes; None if they cannot
 
 
 class Claim(NamedTuple):

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from dispatch.errors import DispatchError, WireUnavailable
+from kvcache.tiers.peers import PeerNetwork
 from moe.families import UnsupportedModelError
 from moe.load.checkpoint import CheckpointError
 from moe.load.loader import EXPERTS, WEIGHTS
@@ -41,6 +42,8 @@ from scheduler.step.sizing import KVMemoryError
 from scheduler.structure.compiler import StructureError, Vocabulary
 from server.link.messages import Fault, Regrouped
 from server.link.rank_link import LinkError, reach
+from server.link.seal import mac
+from server.machine.interfaces import find_interfaces, gloo_takes
 from server.machine.lines import say
 from server.machine.parent_death import die_with_parent
 from server.options.flag import OptionsError
@@ -138,6 +141,7 @@ def _serve(options: Options, place: Place, pool: Pool, environment: Mapping[str,
         host_store=PrefixStore("host", store),
         is_joining=num_restarts > 0,
         available=available_bytes,
+        network=_peer_network(options, place, front, environment),
     )
     if config.memory_bytes is not None:
         supervisor.send(CacheSize(built.kv_cache_bytes))
@@ -314,6 +318,19 @@ def _front(place: Place, store: Store, environment: Mapping[str, str], key: byte
         publish_service(_store(place, key), json.loads(given), environment)
         return json.loads(given)  # type: ignore[no-any-return]
     return json.loads(store.get(FRONT_KEY))  # type: ignore[no-any-return]
+
+
+def _peer_network(
+    options: Options, place: Place, front: dict[str, str], environment: Mapping[str, str]
+) -> PeerNetwork | None:
+    """Return how other nodes fetch prefixes from this rank: on gloo's interface. None if there are no others."""
+    if not options.engine.kv_offloading_bytes or place.world_size == place.local_world_size:
+        return None
+    taken = gloo_takes(environment, find_interfaces(), socket.gethostname())
+    if not taken.address:
+        return None  # gloo connects no ranks there either
+    secret = mac(options.cluster_key or b"", b"wideep prefixes", front["token"].encode())
+    return PeerNetwork(taken.address, secret)
 
 
 def engine_config(options: Options, place: Place) -> EngineConfig:

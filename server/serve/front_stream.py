@@ -88,6 +88,7 @@ class FrontStream:
             num_restarts=num_restarts_of(environment),
             restartable_in_s=float(environment.get("WIDEEP_RESTARTABLE_IN_S", "0")),
             node=environment.get(NODE_VARIABLE, ""),
+            kv_peer=built.kv_peer,
         )
         if self._facts.num_restarts:
             loaded = self._served()._replace(home=built.relocation.placement)

@@ -42,10 +42,15 @@ def start(namespaces: Sequence[str], directory: Path, *flags: str) -> RealServic
 
 
 def write_files(
-    directory: Path, *, name: str = "wideep", interface: str = "veth0", packages: str = ""
+    directory: Path,
+    *,
+    name: str = "wideep",
+    interface: str = "veth0",
+    packages: str = "",
+    family: str = "qwen3_moe",
 ) -> None:
     """Write the model, and a node's command with an interface for its ranks and another folder of packages."""
-    write_tiny_model(directory / "tiny")
+    write_tiny_model(directory / "tiny", family)
     wideep = directory / name
     said = f"GLOO_SOCKET_IFNAME={interface} PYTHONPATH={packages}"
     wideep.write_text(f'#!/bin/sh\n{said} exec {" ".join(WIDEEP)} "$@"\n')
@@ -115,19 +120,27 @@ def wait_until_healthy(service: RealService, namespaces: Sequence[str]) -> None:
 
 
 def stream_all(
-    namespace: str, *, pieces: int = PIECES, then: Callable[[], object] = lambda: None
+    namespace: str,
+    *,
+    pieces: int = PIECES,
+    then: Callable[[], object] = lambda: None,
+    prompt: str = "the cat",
 ) -> list[str]:
-    """Stream completions from inside a namespace and return their texts. Call `then` when all streams have begun."""
+    """Stream completions from inside a namespace and return their texts. Call `then` when all streams have begun.
+
+    Args:
+        prompt: What all prompts have after their number.
+    """
     fields = {"model": "tiny", "max_tokens": 200, "temperature": 0, "ignore_eos": True, "stream": True}
     are_under_way = threading.Barrier(NUM_STREAMS + 1)
 
-    def read(prompt: str) -> list[str]:
+    def read(text: str) -> list[str]:
         """Return the lines of a stream up to its end, or up to the end of the front."""
         lines: list[str] = []
         sent = httpx.stream(
             "POST",
             f"{URL}/v1/completions",
-            json={**fields, "prompt": prompt},
+            json={**fields, "prompt": text},
             timeout=STREAMS_S,
             verify=False,
         )
@@ -141,7 +154,7 @@ def stream_all(
         return lines
 
     with threads_inside(namespace, NUM_STREAMS) as readers:
-        readings = [readers.submit(read, f"{number} the cat") for number in range(NUM_STREAMS)]
+        readings = [readers.submit(read, f"{number} {prompt}") for number in range(NUM_STREAMS)]
         try:
             are_under_way.wait(STREAMS_S)
             then()
