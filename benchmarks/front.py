@@ -1,10 +1,12 @@
 """How much does HTTP cost: per token and per request, in time to the first token, and in tokens per second?
 
 Four parts, each with its own question.
-cost: CPU seconds of the front process per token and per request at 500 streams. Ranks without a model yield one token
-  per stream and step. A run of one-token answers gives the cost of a request, a run of long ones the rest. CPU time is used
-  instead of wall time so that the result is valid on a busy machine. Expected bound: a token is one decode, one JSON object
-  and one write to a socket, about 30 us of Python and 10 us of kernel on this class of core.
+cost: CPU seconds of the front process per token and per request, by the number of streams. Ranks without a model yield
+  one token per stream and step. A run of one-token answers gives the cost of a request, a run of long ones the rest. CPU
+  time is used instead of wall time so that the result is valid on a busy machine; what the idle front uses is subtracted.
+  With --against, the front of another checkout is measured in turn. With --profile, Python's profiler shows the functions
+  of one more run. Expected bound: a token is a lookup, a part of a JSON object and one write to a socket, about 10 us of
+  Python and 10 us of kernel on this class of core. A message of a rank costs more, and is shared by the tokens of its step.
 ttft: time that the front adds to the first token: one chat at a time, answered immediately by its rank. It includes
   everything: connection, parse, template, tokenizer, transfer to the rank and back, the first event. Goal: 5 ms.
 loss: tokens/s of one engine in its own process, and of the same engine behind HTTP with a client on the same machine,
@@ -13,14 +15,15 @@ loss: tokens/s of one engine in its own process, and of the same engine behind H
 bench: CPU seconds of `wideep bench` per token at 1,000 tokens/s, one chunk per token: long answers minus short ones, which
   excludes its start. Goal: below 5 % of a core.
 
-Run: `python -m benchmarks.front [--parts cost,ttft,loss,bench] [--streams 500] [--tokens 40] [--model demo|random]
-[--threads 1,2] [--rounds 3] [--quick] [--save]`.
+Run: `python -m benchmarks.front [--parts cost,ttft,loss,bench] [--streams 1,32,256] [--endpoint chat|completions]
+[--against DIRECTORY] [--profile] [--model demo|random] [--threads 1,2] [--rounds 3] [--quick] [--save]`.
 """
 
 import argparse
 import asyncio
 import functools
 import json
+import pstats
 import resource
 import signal
 import statistics
@@ -28,7 +31,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,10 +39,10 @@ from typing import Any
 
 from benchmarks.card import environment_card, print_card, print_tail, save_result
 from benchmarks.models.random_model import ensure_random_model
-from benchmarks.serving.closed_loop import ExactPrompts, closed_loop, summarise
+from benchmarks.serving.closed_loop import Complete, ExactPrompts, closed_loop, summarise
 from benchmarks.serving.engine_alone import EngineAlone
 from benchmarks.serving.front_alone import FrontAlone
-from benchmarks.serving.service import HOST, BenchServiceError, Service, stream_completion
+from benchmarks.serving.service import HOST, BenchServiceError, Service, stream_chat, stream_completion
 from moe.demo_model import ensure_demo_model
 from scheduler.policy.config import EngineConfig
 from server.front.tokenizer import Tokenizer
@@ -48,7 +51,11 @@ from server.tools.bench.figures import percentile
 from server.tools.bench.stream import STREAMED, StreamClient
 
 PARTS = ("cost", "ttft", "loss", "bench")
+_ROOT = Path(__file__).parents[1]
 NUM_RANKS = 2
+COST_TOKENS_PER_S, LEAST_STEP_S = 2000, 0.005  # of all streams together, and between a stream's tokens
+COST_S, IDLE_S = 4.0, 2.0
+SHOWN_FUNCTIONS = 30  # of a profile
 PROMPT_TOKENS = 128
 LOSS_TOKENS, LOSS_CONCURRENCY = 64, 16
 CHATS = 200
@@ -62,9 +69,12 @@ class FrontOptions:
 
     parts: tuple[str, ...]
     model: str
-    streams: int
-    tokens: int  # per stream
-    step_s: float  # between a stream's tokens
+    streams: tuple[int, ...]  # one measurement of the cost each
+    tokens: int | None  # per stream; None for as many as take COST_S
+    step_s: float | None  # between a stream's tokens; None for COST_TOKENS_PER_S
+    endpoint: str
+    against: str | None
+    profile: bool
     threads: tuple[int, ...]  # of the engine, one measurement of the loss each
     rounds: int
     save: bool
@@ -78,7 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM unwinds like Ctrl-C
     directory = ensure_demo_model() if options.model == "demo" else ensure_random_model()
     measure = {"cost": measure_cost, "ttft": measure_ttft, "loss": measure_loss, "bench": measure_bench}
-    result: dict[str, Any] = {"benchmark": "front", "environment": card, "options": asdict(options)}
+    other = {"against": options.against and Path(options.against).name}
+    result: dict[str, Any] = {"benchmark": "front", "environment": card, "options": asdict(options) | other}
     try:
         for part in options.parts:
             result[part] = measure[part](directory, options)
@@ -87,48 +98,153 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     if options.save:
         path = save_result("front", result)
-        print(f"written to {path.relative_to(Path(__file__).parents[1])}")
+        print(f"written to {path.relative_to(_ROOT)}")
     print_tail(result)
     return 0
 
 
 def measure_cost(directory: Path, options: FrontOptions) -> dict[str, Any]:
-    """Measure the CPU time of the front per request and per token, with many concurrent streams."""
-    lot = _prompts(directory).take(options.streams)
-    with _front(directory, options.step_s) as front:
-        _stream_all(front.port, lot, 1, options.streams)  # warm
-        short = [_cpu_of(front, lot, 1) for _ in range(options.rounds)]
-        long = [_cpu_of(front, lot, options.tokens) for _ in range(options.rounds)]
-    request_s = statistics.median(cpu for cpu, _ in short) / options.streams
-    rows = [
-        {
-            "cpu_s": round(cpu, 3),
-            "token_us": round(1e6 * (cpu / options.streams - request_s) / (options.tokens - 1), 1),
-            "tokens_per_s": round(options.streams * options.tokens / wall, 1),
-            "share_of_core": round(cpu / wall, 3),
+    """Measure the CPU time of the front per request and per token, by the number of concurrent streams."""
+    roots = {"front": _ROOT}
+    if options.against is not None:
+        roots["against"] = Path(options.against).resolve()
+    found: dict[str, Any] = {}
+    for streams in options.streams:
+        load = _Load.of(directory, options, streams)
+        found[str(streams)] = _cost_at(directory, options, load, roots)
+        if options.profile:
+            _show_profile(directory, load)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Load:
+    """Streams that begin together, each with one token per step."""
+
+    streams: int
+    tokens: int  # per stream
+    step_s: float
+    prompts: list[list[int]]
+    complete: Callable[[int, int], Complete]  # takes the port and the number of tokens
+
+    @classmethod
+    def of(cls, directory: Path, options: FrontOptions, streams: int) -> "_Load":
+        tokenizer = Tokenizer(str(directory))
+
+        def chat(port: int, num_tokens: int) -> Complete:
+            return lambda ids: stream_chat(
+                port, tokenizer.decode(ids, skip_special_tokens=False), num_tokens=num_tokens
+            )
+
+        def completion(port: int, num_tokens: int) -> Complete:
+            return functools.partial(stream_completion, port, num_tokens=num_tokens)
+
+        step_s = options.step_s or max(LEAST_STEP_S, streams / COST_TOKENS_PER_S)
+        return cls(
+            streams=streams,
+            tokens=options.tokens or max(8, round(COST_S / step_s)),
+            step_s=step_s,
+            prompts=_prompts(directory).take(streams),
+            complete=chat if options.endpoint == "chat" else completion,
+        )
+
+    def run(self, front: FrontAlone, num_tokens: int) -> tuple[float, float]:
+        """Stream all answers at once. Return the front's CPU seconds and the elapsed seconds."""
+        before_s, begun_s = front.cpu_s, time.perf_counter()
+        asyncio.run(closed_loop(self.complete(front.port, num_tokens), self.prompts, self.streams))
+        return front.cpu_s - before_s, time.perf_counter() - begun_s
+
+
+def _cost_at(
+    directory: Path, options: FrontOptions, load: _Load, roots: Mapping[str, Path]
+) -> dict[str, Any]:
+    """Measure each front, in turn."""
+    rows: dict[str, list[dict[str, float]]] = {name: [] for name in roots}
+    with ExitStack() as stack:
+        fronts = {
+            name: stack.enter_context(_front(directory, load.step_s, root=root))
+            for name, root in roots.items()
         }
-        for cpu, wall in long
-    ]
-    middle = {name: round(statistics.median(row[name] for row in rows), 3) for name in rows[0]}
-    print(
-        f"   cost at {options.streams} streams: {1e6 * request_s:.0f} us per request, "
-        f"{middle['token_us']:.1f} us per token; {middle['share_of_core']:.0%} of a core "
-        f"at {middle['tokens_per_s']:.0f} tokens/s",
-        flush=True,
-    )
-    return {"request_us": round(1e6 * request_s, 1), "median": middle, "rows": rows}
+        idle = {name: _idle_share(front) for name, front in fronts.items()}
+        for front in fronts.values():  # warm
+            load.run(front, 8)
+        for number in range(options.rounds):
+            for name in sorted(fronts, reverse=bool(number % 2)):
+                rows[name].append(_cost_of(fronts[name], load, idle[name]))
+    found: dict[str, Any] = {name: {"median": _medians(rows[name]), "rows": rows[name]} for name in roots}
+    for name in roots:
+        middle = found[name]["median"]
+        print(
+            f"   cost at {load.streams} streams ({name}): {middle['request_us']:.0f} us per request, "
+            f"{middle['token_us']:.1f} us per token; {middle['share_of_core']:.0%} of a core at "
+            f"{middle['tokens_per_s']:.0f} tokens/s",
+            flush=True,
+        )
+    if len(rows) == 2:
+        ratios = [
+            own["token_us"] / other["token_us"]
+            for own, other in zip(rows["front"], rows["against"], strict=True)
+        ]
+        found["ratio"] = round(statistics.median(ratios), 3)
+        print(
+            f"   ratio per token: {found['ratio']} ({', '.join(f'{each:.2f}' for each in ratios)})",
+            flush=True,
+        )
+    return {"tokens": load.tokens, "step_s": load.step_s, **found}
 
 
-def _cpu_of(front: FrontAlone, prompts: list[list[int]], num_tokens: int) -> tuple[float, float]:
-    """Stream all prompts at once. Return the front's CPU seconds and the elapsed seconds."""
+def _cost_of(front: FrontAlone, load: _Load, idle: float) -> dict[str, float]:
+    """Measure a front once. `idle` is the share of a core that it uses without requests."""
+    (short_s, short_wall_s), (long_s, wall_s) = load.run(front, 1), load.run(front, load.tokens)
+    request_s = (short_s - idle * short_wall_s) / load.streams
+    token_s = ((long_s - idle * wall_s) / load.streams - request_s) / (load.tokens - 1)
+    return {
+        "request_us": round(1e6 * request_s, 1),
+        "token_us": round(1e6 * token_s, 1),
+        "tokens_per_s": round(load.streams * load.tokens / wall_s, 1),
+        "share_of_core": round(long_s / wall_s, 3),
+    }
+
+
+def _idle_share(front: FrontAlone) -> float:
     before_s, begun_s = front.cpu_s, time.perf_counter()
-    _stream_all(front.port, prompts, num_tokens, len(prompts))
-    return front.cpu_s - before_s, time.perf_counter() - begun_s
+    time.sleep(IDLE_S)
+    return (front.cpu_s - before_s) / (time.perf_counter() - begun_s)
 
 
-def _stream_all(port: int, prompts: list[list[int]], num_tokens: int, concurrency: int) -> None:
-    complete = functools.partial(stream_completion, port, num_tokens=num_tokens)
-    asyncio.run(closed_loop(complete, prompts, concurrency))
+def _medians(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: round(statistics.median(row[name] for row in rows), 3) for name in rows[0]}
+
+
+def _show_profile(directory: Path, load: _Load) -> None:
+    """Print the functions of the front by own time, from a long run minus a short one, so without the start.
+
+    The profiler adds some time to each call.
+    """
+    short, long = (_profiled(directory, load, num_tokens) for num_tokens in (1, load.tokens))
+    num_tokens = load.streams * (load.tokens - 1)
+    gained = {
+        place: [after - before for after, before in zip(long[place], short.get(place, (0, 0.0)), strict=True)]
+        for place in long
+    }
+    print(f"   {'us/token':>9} {'calls/token':>12}  function, at {load.streams} streams, profiled")
+    rows = sorted((row for row in gained.items() if row[1][0] > 0), key=lambda row: -row[1][1])
+    for place, (num_calls, own_s) in rows[:SHOWN_FUNCTIONS]:
+        print(f"   {1e6 * own_s / num_tokens:9.2f} {num_calls / num_tokens:12.2f}  {place}", flush=True)
+
+
+def _profiled(directory: Path, load: _Load, num_tokens: int) -> dict[str, tuple[int, float]]:
+    """Return the number of calls and the seconds of each function of a front that streams answers of this length."""
+    with tempfile.NamedTemporaryFile(prefix="wideep_profile_") as file:
+        with _front(directory, load.step_s, profile=Path(file.name)) as front:
+            load.run(front, num_tokens)
+        stats = pstats.Stats(file.name).stats  # type: ignore[attr-defined]
+    found: dict[str, tuple[int, float]] = {}
+    for (path, line, function), (_, num_calls, own_s, *_) in stats.items():
+        place = f"{Path(path).name}:{line} {function}" if line else function
+        before = found.get(place, (0, 0.0))
+        found[place] = before[0] + num_calls, before[1] + own_s
+    return found
 
 
 def measure_ttft(directory: Path, options: FrontOptions) -> dict[str, Any]:
@@ -237,10 +353,14 @@ def _prompts(directory: Path) -> ExactPrompts:
 
 
 @contextmanager
-def _front(directory: Path, step_s: float) -> Iterator[FrontAlone]:
+def _front(
+    directory: Path, step_s: float, *, root: Path = _ROOT, profile: Path | None = None
+) -> Iterator[FrontAlone]:
     with (
         tempfile.NamedTemporaryFile(prefix="wideep_bench_", suffix=".log") as log,
-        FrontAlone(directory, num_ranks=NUM_RANKS, step_s=step_s, log=log) as front,
+        FrontAlone(
+            directory, num_ranks=NUM_RANKS, step_s=step_s, log=log, root=root, profile=profile
+        ) as front,
     ):
         yield front
 
@@ -252,15 +372,27 @@ def _parse(arguments: Sequence[str] | None) -> FrontOptions:
     add = parser.add_argument
     add("--parts", default=",".join(PARTS), help="some of cost, ttft, loss and bench (default: all)")
     add("--model", choices=("demo", "random"), default="demo", help="(default: %(default)s)")
-    add("--streams", type=int, default=500, metavar="N", help="concurrent streams (default: %(default)s)")
-    add("--tokens", type=int, metavar="N", help="tokens per stream (default: 40)")
+    add(
+        "--streams",
+        default="1,32,256",
+        metavar="NUMBERS",
+        help="concurrent streams for measuring the cost (default: %(default)s)",
+    )
+    add("--tokens", type=int, metavar="N", help=f"tokens per stream (default: as many as take {COST_S:g} s)")
     add(
         "--step-s",
         type=float,
-        default=0.25,
         metavar="S",
-        help="seconds between a stream's tokens (default: %(default)s)",
+        help=f"seconds between a stream's tokens (default: {COST_TOKENS_PER_S} tokens/s in all)",
     )
+    add(
+        "--endpoint",
+        choices=("chat", "completions"),
+        default="chat",
+        help="for measuring the cost (default: %(default)s)",
+    )
+    add("--against", metavar="DIRECTORY", help="another checkout; its front is measured in turn")
+    add("--profile", action="store_true", help="also print the functions of the front by own time")
     add(
         "--threads",
         default="1,2",
@@ -274,16 +406,23 @@ def _parse(arguments: Sequence[str] | None) -> FrontOptions:
     parts = tuple(args.parts.split(","))
     if not set(parts) <= set(PARTS):
         parser.error(f"--parts is {args.parts!r}; give names of {', '.join(PARTS)}, separated by commas")
-    threads = args.threads.split(",")
-    if not all(number.isdecimal() and int(number) for number in threads):
-        parser.error(f"--threads is {args.threads!r}; give whole numbers above 0, separated by commas")
+    lists = {"threads": args.threads.split(","), "streams": args.streams.split(",")}
+    for name, numbers in lists.items():
+        if not all(number.isdecimal() and int(number) for number in numbers):
+            parser.error(
+                f"--{name} is {','.join(numbers)!r}; give whole numbers above 0, separated by commas"
+            )
+    threads, streams = (tuple(map(int, each[:1] if args.quick else each)) for each in lists.values())
     return FrontOptions(
         parts=parts,
         model=args.model,
-        streams=args.streams,
-        tokens=args.tokens or (8 if args.quick else 40),
+        streams=streams,
+        tokens=args.tokens or (8 if args.quick else None),
         step_s=args.step_s,
-        threads=tuple(map(int, threads[:1] if args.quick else threads)),
+        endpoint=args.endpoint,
+        against=args.against,
+        profile=args.profile,
+        threads=threads,
         rounds=args.rounds or (1 if args.quick else 3),
         save=args.save,
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, Self
 
 from benchmarks.serving.paced_rank import TOKEN_VARIABLE
-from benchmarks.serving.processes import cpu_s
+from benchmarks.serving.processes import exact_cpu_s
 from benchmarks.serving.service import BenchServiceError
 from server.machine.parent_death import die_with_parent
 from server.serve.preflight.probe import is_healthy
@@ -23,22 +23,37 @@ _ROOT = Path(__file__).parents[2]
 class FrontAlone:
     """A running front with attached ranks, as a context that stops them."""
 
-    def __init__(self, model: Path, *flags: str, num_ranks: int, step_s: float, log: IO[bytes]) -> None:
+    def __init__(
+        self,
+        model: Path,
+        *flags: str,
+        num_ranks: int,
+        step_s: float,
+        log: IO[bytes],
+        root: Path = _ROOT,
+        profile: Path | None = None,
+    ) -> None:
         """Start the front and wait until every rank is attached.
 
         Args:
             model: Directory with a tokenizer.
             flags: Flags of the front, in addition to those set here.
             step_s: Shortest time between a rank's steps.
+            root: Checkout with the front and the ranks to run.
+            profile: File for the statistics of Python's profiler at the front's end; None runs without it.
 
         Raises:
             BenchServiceError: The front did not start; the message quotes its log.
         """
         read_fd, write_fd = os.pipe()
         needed = ["--port=0", f"--ranks={num_ranks}", f"--ready-fd={write_fd}"]
+        self._root = root
+        profiled = () if profile is None else ("cProfile", "-o", str(profile), "-m")
         self._processes: list[subprocess.Popen[bytes]] = []
         try:
-            self._start("server", "front", str(model), *needed, *flags, log=log, pass_fds=(write_fd,))
+            self._start(
+                *profiled, "server", "front", str(model), *needed, *flags, log=log, pass_fds=(write_fd,)
+            )
             os.close(write_fd)
             with os.fdopen(read_fd) as ready:
                 line = ready.readline()
@@ -61,7 +76,7 @@ class FrontAlone:
     @property
     def cpu_s(self) -> float:
         """CPU seconds that all threads of the front have used so far."""
-        return cpu_s(self._processes[0].pid)
+        return exact_cpu_s(self._processes[0].pid)
 
     def __enter__(self) -> Self:
         return self
@@ -80,11 +95,12 @@ class FrontAlone:
                 process.kill()
                 process.wait()
 
-    def _start(self, module: str, *arguments: str, log: IO[bytes], pass_fds: tuple[int, ...] = ()) -> None:
+    def _start(self, *module: str, log: IO[bytes], pass_fds: tuple[int, ...] = ()) -> None:
+        """Start a Python module with its arguments."""
         self._processes.append(
             subprocess.Popen(
-                [sys.executable, "-m", module, *arguments],
-                cwd=_ROOT,
+                [sys.executable, "-m", *module],
+                cwd=self._root,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

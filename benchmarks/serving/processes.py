@@ -49,6 +49,16 @@ def cpu_s(pid: int) -> float:
     return sum(map(int, fields[11:15])) / TICKS_PER_S if fields else 0.0
 
 
+def exact_cpu_s(pid: int) -> float:
+    """Return the CPU time of a process's living threads, which the kernel counts in nanoseconds, or 0 if it has ended."""
+    try:
+        threads = os.listdir(PROC / str(pid) / "task")
+    except OSError:  # it has ended
+        return 0.0
+    counts = [_read(PROC / str(pid) / "task" / thread / "schedstat").split() for thread in threads]
+    return sum(int(count[0]) for count in counts if count) / 1e9
+
+
 def busy_s() -> float:
     """Return the CPU time of the whole machine, including time stolen by the hypervisor."""
     fields = (PROC / "stat").read_text().splitlines()[0].split()

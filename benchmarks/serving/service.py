@@ -158,9 +158,19 @@ async def stream_completion(port: int, prompt: list[int], *, num_tokens: int, **
     Raises:
         BenchServiceError: The status is not 200, or the number of tokens is not the requested one.
     """
+    return await _stream(port, "/v1/completions", _body(prompt, num_tokens, **STREAMED, **fields), num_tokens)
+
+
+async def stream_chat(port: int, text: str, *, num_tokens: int) -> RequestTiming:
+    """Stream the answer to a chat, as `stream_completion` does for a prompt."""
+    fields = {"messages": [{"role": "user", "content": text}], "max_tokens": num_tokens, "temperature": 0}
+    return await _stream(port, "/v1/chat/completions", {**fields, "ignore_eos": True, **STREAMED}, num_tokens)
+
+
+async def _stream(port: int, path: str, body: dict[str, Any], num_tokens: int) -> RequestTiming:
     client = StreamClient(f"http://{HOST}:{port}")
     try:
-        answer = await client.ask("/v1/completions", _body(prompt, num_tokens, **STREAMED, **fields))
+        answer = await client.ask(path, body)
     finally:
         client.close()
     if answer.failure or answer.output_tokens != num_tokens:
