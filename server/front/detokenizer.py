@@ -5,11 +5,14 @@ last emitted tokens are decoded again together with the new ones, and text is em
 the window method of Hugging Face's text-generation-inference. Rejected: `tokenizers.decoders.DecodeStream`, which
 raises on some byte sequences and cannot be flushed.
 
+Most tokens of a byte-level vocabulary are whole characters by themselves. Their text does not depend on other tokens, so it is
+looked up (`LoneTexts`) instead of decoded with the window. The result is the same.
+
 A stop string ends the text at its first occurrence. Text that could still become a stop string is held back until the
 next characters decide, so emitted text is never retracted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 REPLACEMENT = "\ufffd"
@@ -26,6 +29,27 @@ class Decoder(Protocol):
         """Return the text of a token sequence."""
         ...
 
+    def lone_texts(self, *, skip_special_tokens: bool) -> Mapping[int, str | None] | None:
+        """Return the texts of tokens that do not depend on their neighbours, as `LoneTexts` does, or None if they all may."""
+        ...
+
+
+class LoneTexts(dict[int, str | None]):
+    """The text of each token that is whole characters by itself, and None for other tokens. Computed at the first use of a token.
+
+    Only for decoders that join the bytes of all tokens and then decode UTF-8, with U+FFFD for invalid bytes. There such a token
+    adds the same text after any tokens.
+    """
+
+    def __init__(self, decoder: Decoder, *, skip_special_tokens: bool) -> None:
+        super().__init__()
+        self._decoder, self._skip = decoder, skip_special_tokens
+
+    def __missing__(self, token_id: int) -> str | None:
+        text = self._decoder.decode([token_id], skip_special_tokens=self._skip)
+        self[token_id] = lone = text if text and REPLACEMENT not in text else None
+        return lone
+
 
 class Detokenizer:
     """The text of one growing token sequence."""
@@ -35,8 +59,10 @@ class Detokenizer:
     ) -> None:
         self._decoder = decoder
         self._skip = skip_special_tokens
+        self._lone_texts = decoder.lone_texts(skip_special_tokens=skip_special_tokens)
         self._shown = list(prompt_ids[-CONTEXT_TOKENS:])  # emitted tokens, kept as context
         self._shown_text = self._decode(self._shown)
+        self._ends_within_token = False  # the emitted text ends before the last bytes of the emitted tokens
         self._pending: list[int] = []  # tokens without emitted text
 
     def push(self, token_ids: Sequence[int]) -> str:
@@ -48,11 +74,23 @@ class Detokenizer:
         return "".join(map(self._push, token_ids))
 
     def _push(self, token_id: int) -> str:
+        if self._lone_texts is not None and not self._pending and not self._ends_within_token:
+            lone = self._lone_texts[token_id]
+            if lone is not None:
+                self._add(token_id, lone)
+                return lone
         self._pending.append(token_id)
         text = self._decode(self._shown + self._pending)
         if not text.endswith(REPLACEMENT):
             return self._show(text)
         return self._show_whole_part() if len(self._pending) > MAX_BYTES_OF_CHARACTER else ""
+
+    def _add(self, token_id: int, text: str) -> None:
+        """Add a token and its text to the context: what `_show` does for one pending token."""
+        self._shown.append(token_id)
+        self._shown_text += text
+        if len(self._shown) > MAX_SHOWN:
+            self._shown, self._shown_text = [token_id], text
 
     def flush(self) -> str:
         """Return the text that was held back, with U+FFFD for a broken character. Call it after the last token."""
@@ -63,6 +101,7 @@ class Detokenizer:
         new = text[len(self._shown_text) :]
         if new:  # without text, these are special tokens, which give no context for a leading space
             self._shown, self._shown_text = self._shown + self._pending, text
+            self._ends_within_token = ends_within_token
             if len(self._shown) > MAX_SHOWN:
                 self._shown = self._pending
                 context = self._decode(self._shown)

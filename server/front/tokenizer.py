@@ -24,8 +24,10 @@ from typing import Any
 import jinja2
 from jinja2 import nodes
 from tokenizers import AddedToken
+from tokenizers.decoders import ByteLevel
 
 from scheduler.structure.compiler import Vocabulary
+from server.front.detokenizer import LoneTexts
 from server.front.published import kimi_tools
 from server.front.published.kimi_tokenizer import byte_level_alphabet, is_kimi, is_long, parts_of
 from server.front.published.tokenizer_files import load_tokenizer
@@ -179,6 +181,10 @@ class Tokenizer:
         self._byte_of = (
             {char: byte for byte, char in byte_level_alphabet().items()} if self._is_byte_level() else None
         )
+        joins_bytes = self._fast is not None and isinstance(self._fast.decoder, ByteLevel)
+        self._lone_texts = {
+            skips: LoneTexts(self, skip_special_tokens=skips) for skips in (False, True) if joins_bytes
+        }
         self.template = self._template_facts()
         self.special_ids = self._find_special_ids()
 
@@ -218,6 +224,10 @@ class Tokenizer:
             text: str = self._fast.decode(token_ids, skip_special_tokens=skip_special_tokens)
             return text
         return str(self._hf.decode(token_ids, skip_special_tokens=skip_special_tokens))
+
+    def lone_texts(self, *, skip_special_tokens: bool) -> Mapping[int, str | None] | None:
+        """Return the texts of tokens that do not depend on their neighbours, or None unless the decoder only joins bytes."""
+        return self._lone_texts.get(skip_special_tokens)
 
     def render_chat(
         self,

@@ -1,23 +1,30 @@
 """Incremental text against decoding all tokens at once."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from server.front.detokenizer import REPLACEMENT, Detokenizer, StopScreen
+from server.front.detokenizer import MAX_SHOWN, REPLACEMENT, Detokenizer, LoneTexts, StopScreen
 
 
-class ByteDecoder:
+class Windowed:
+    """A decoder in which every token may depend on its neighbours."""
+
+    def lone_texts(self, *, skip_special_tokens: bool) -> None:
+        return None
+
+
+class ByteDecoder(Windowed):
     """Token i is byte i. Tokens from 256 on are special and have no text."""
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return bytes(token for token in token_ids if token < 256).decode(errors="replace")
 
 
-class ChunkDecoder:
+class ChunkDecoder(Windowed):
     """Token i is the i-th of these chunks of bytes."""
 
     def __init__(self, chunks: Sequence[bytes]) -> None:
@@ -27,7 +34,14 @@ class ChunkDecoder:
         return b"".join(self._chunks[token_id] for token_id in token_ids).decode(errors="replace")
 
 
-class FallbackDecoder:
+class JoiningDecoder(ChunkDecoder):
+    """As `ChunkDecoder`, but tokens that are whole characters are looked up."""
+
+    def lone_texts(self, *, skip_special_tokens: bool) -> Mapping[int, str | None]:  # type: ignore[override]
+        return LoneTexts(self, skip_special_tokens=skip_special_tokens)
+
+
+class FallbackDecoder(Windowed):
     """SentencePiece with byte fallback, as `tokenizers` decodes it: blanks as U+2581, the first one dropped."""
 
     def __init__(self) -> None:
@@ -120,6 +134,58 @@ def test_the_text_does_not_depend_on_the_tokens_per_step(chunks: list[bytes], si
     decoder = ChunkDecoder(chunks)
     texts = ["".join(pieces_of(Detokenizer(decoder, []), each)) for each in (steps, one_by_one)]
     assert texts[0] == texts[1]
+
+
+CHUNKS = [
+    *(
+        b"a",
+        b"bc d",
+        "é".encode(),
+        "😀".encode(),
+        REPLACEMENT.encode(),
+        b"",
+        b"\x80",
+        b"\x9f\x80",
+        b"\xe2",
+        b"\xe2\x82",
+    )
+]
+CHUNKS += [b"\xf0\x9f", b"\xac", b"\xac\xe2", b"a\xf0", b"\x80b"]
+
+
+@given(
+    st.lists(st.integers(0, len(CHUNKS) - 1), max_size=7),
+    st.lists(st.integers(0, 3) | st.integers(0, len(CHUNKS) - 1), max_size=4 * MAX_SHOWN),
+)
+@example(prompt_ids=[12], token_ids=[11, 0, *[12] * 6, 0, *[1] * MAX_SHOWN, 8, 7])
+def test_a_token_of_whole_characters_is_looked_up_with_the_same_result(
+    prompt_ids: list[int], token_ids: list[int]
+) -> None:
+    """Also between bytes that are not valid UTF-8, with any context."""
+    fast, slow = (Detokenizer(kind(CHUNKS), prompt_ids) for kind in (JoiningDecoder, ChunkDecoder))
+    for token_id in token_ids:
+        assert fast.push([token_id]) == slow.push([token_id])
+        assert (fast._shown, fast._shown_text, fast._pending) == (
+            slow._shown,
+            slow._shown_text,
+            slow._pending,
+        )
+    assert fast.flush() == slow.flush()
+
+
+def test_a_token_of_whole_characters_is_decoded_once() -> None:
+    decoder = JoiningDecoder([b"a", b"\xc3", b"\xa9"])
+    decoded: list[list[int]] = []
+    decode = decoder.decode
+
+    def counting(token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        decoded.append(list(token_ids))
+        return decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    decoder.decode = counting  # type: ignore[method-assign]
+    detokenizer = Detokenizer(decoder, [])
+    assert [detokenizer.push([each]) for each in (0, 0, 0, 1, 2, 0)] == ["a", "a", "a", "", "é", "a"]
+    assert decoded.count([0]) == 1 and [1] in decoded, "the other tokens are decoded with their context"
 
 
 def test_a_character_appears_with_its_last_byte() -> None:

@@ -1,5 +1,7 @@
 """The tokenizer agrees with transformers, and the front's process does not load torch."""
 
+import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +57,32 @@ def test_a_token_s_bytes_make_up_the_text_s(directory: Path) -> None:
     assert b"".join(tokenizer.token_bytes(token_id) for token_id in ids) == text.encode()
     assert tokenizer.token_bytes(0) == b"<|start|>"
     assert tokenizer.token_bytes(319) == b"", "the embedding has this id, the tokenizer does not"
+
+
+def test_texts_that_are_looked_up_make_up_the_decoded_text(directory: Path) -> None:
+    tokenizer = Tokenizer(str(directory))
+    drawn = random.Random(1)
+    for skips in (False, True):
+        lone = tokenizer.lone_texts(skip_special_tokens=skips)
+        assert lone is not None
+        known = [token_id for token_id in range(330) if lone[token_id] is not None]
+        assert (1 in known) is not skips, "a special token"
+        for _ in range(50):
+            ids = drawn.choices(range(330), k=3) + drawn.choices(known, k=drawn.randrange(1, 6))
+            decoded = [tokenizer.decode(each, skip_special_tokens=skips) for each in (ids, ids[:-1])]
+            assert decoded[0] == decoded[1] + str(lone[ids[-1]])
+
+
+def test_a_decoder_that_does_more_than_join_bytes_has_no_texts_to_look_up(tmp_path: Path) -> None:
+    directory = write_tokenizer(tmp_path)
+    saved = json.loads((directory / "tokenizer.json").read_text())
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    saved["decoder"] = {"type": "Sequence", "decoders": [saved["decoder"], strip]}
+    (directory / "tokenizer.json").write_text(json.dumps(saved))
+    tokenizer = Tokenizer(str(directory))
+    ids = tokenizer.encode(" cat", add_special_tokens=False)
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "cat", "the text depends on the context"
+    assert tokenizer.lone_texts(skip_special_tokens=True) is None
 
 
 def test_a_template_s_refusal_is_an_error_for_the_client(directory: Path) -> None:

@@ -1,7 +1,7 @@
 """Answers without ranks: exchanges, generations and their outputs, built by hand."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from scheduler.policy.request import FinishReason, Request, RequestOutput, SamplingParams
@@ -15,6 +15,9 @@ class ByteDecoder:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         return bytes(token_ids).decode(errors="replace")
+
+    def lone_texts(self, *, skip_special_tokens: bool) -> Mapping[int, str | None] | None:
+        return None
 
 
 def ask_of(

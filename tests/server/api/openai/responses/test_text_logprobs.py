@@ -44,6 +44,9 @@ class Chunks:
         shown = [self.chunks[token_id] for token_id in token_ids if self.chunks[token_id] != NOISE.encode()]
         return b"".join(shown).decode(errors="replace")
 
+    def lone_texts(self, *, skip_special_tokens: bool) -> None:
+        return None
+
     def spell(self, entries: Sequence[Logprobs]) -> list[dict[str, Any]]:
         of_tokens = [self.chunks[each.token_id] for each in entries]
         return [{"token": raw.decode(errors="replace"), "bytes": list(raw)} for raw in of_tokens]
