@@ -17,7 +17,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -60,8 +60,13 @@ class RequestCounts(Protocol):
     ) -> None:
         """Record a choice's first token. `num_tier_tokens`: those of the cached tokens that were not on the device."""
 
-    def note_tokens(self, rank: int, num_tokens: int, gap_s: float | None) -> None:
-        """Record tokens that arrived `gap_s` after the previous ones, or None for the first tokens."""
+    def note_tokens(self, rank: int, num_tokens: int, gaps_s: Mapping[float, int]) -> None:
+        """Record the tokens of a step.
+
+        Args:
+            gaps_s: Times between a choice's tokens, and how many tokens came after each. First tokens have none. Of several
+                tokens at once, each counts with its share of their time.
+        """
 
     def note_pause(self, rank: int, seconds: float) -> None:
         """Record the time between the tokens before and after a move to `rank`."""
@@ -126,6 +131,8 @@ class Requests:
         self._on_ask, self._on_answer = on_ask, on_answer
         self._why_not_ready = why_not_ready
         self._who_asks = who_asks
+        self._num_tokens = 0  # of the step being delivered
+        self._gaps_s: dict[float, int] = {}  # of the step being delivered, as in `RequestCounts.note_tokens`
         self._closed: ApiError | None = None
         self._num_answers = 0
         self._is_empty = asyncio.Event()
@@ -212,6 +219,13 @@ class Requests:
             else:
                 self._router.begin(output.request_id)
                 self._feed_alone(generation, output, now_s)
+        self._end_step(rank)
+
+    def _end_step(self, rank: int) -> None:
+        """Count the tokens of a step, once for all choices."""
+        if self._num_tokens:
+            self._metrics.note_tokens(rank, self._num_tokens, self._gaps_s)
+            self._num_tokens, self._gaps_s = 0, {}
 
     def note_rank(self, facts: RankFacts) -> None:
         """Record the capacity of a rank that is ready."""
@@ -432,8 +446,11 @@ class Requests:
 
     def _note_tokens(self, generation: Generation, output: RequestOutput, now_s: float) -> None:
         is_first = generation.first_token_s is None
-        gap_s = now_s - generation.last_token_s
-        self._metrics.note_tokens(generation.rank, len(output.token_ids), None if is_first else gap_s)
+        gap_s, num_tokens = now_s - generation.last_token_s, len(output.token_ids)
+        self._num_tokens += num_tokens
+        if not is_first:
+            share_s = gap_s / num_tokens
+            self._gaps_s[share_s] = self._gaps_s.get(share_s, 0) + num_tokens
         if generation.is_resuming:
             generation.is_resuming = False
             self._metrics.note_pause(generation.rank, gap_s)

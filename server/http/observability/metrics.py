@@ -5,7 +5,8 @@ layer) and the ranks' reports. Every series exists from the start, so that it re
 """
 
 import asyncio
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -43,6 +44,16 @@ STEP_TOKENS = tuple(1 << power for power in range(15))
 PARAM_N = (1, 2, 5, 10, 20)
 
 
+class StepHistogram(Histogram):  # type: ignore[misc]
+    """A histogram that counts several equal values at once, because all streams of a step often waited equally long."""
+
+    def observe_all(self, counts: Mapping[float, int]) -> None:
+        """Observe each value as often as its count."""
+        for value, count in counts.items():
+            self._sum.inc(value * count)
+            self._buckets[bisect_left(self._upper_bounds, value)].inc(count)
+
+
 class Families:
     """Creates metric families for one model in a registry."""
 
@@ -63,7 +74,7 @@ class Families:
     ) -> dict[str, Any]:
         """Return a histogram per rank."""
         return self._per_rank(
-            Histogram(f"{prefix}:{name}", text, LABELS, buckets=buckets, registry=self.registry)
+            StepHistogram(f"{prefix}:{name}", text, LABELS, buckets=buckets, registry=self.registry)
         )
 
     def histogram_of_requests(self, name: str, text: str, buckets: Sequence[float]) -> Any:
@@ -355,12 +366,11 @@ class Metrics:
             self._prompt_by_source[name, _CACHED].inc(num_cached_tokens - num_tier_tokens)
             self._prompt_by_source[name, _TRANSFERRED].inc(num_tier_tokens)
 
-    def note_tokens(self, rank: int, num_tokens: int, gap_s: float | None) -> None:
-        self.throughput.note_tokens(num_tokens, gap_s)
-        self._output_tokens[str(rank)].inc(num_tokens)
-        if gap_s is not None:
-            for _ in range(num_tokens):
-                self._itl[str(rank)].observe(gap_s / num_tokens)
+    def note_tokens(self, rank: int, num_tokens: int, gaps_s: Mapping[float, int]) -> None:
+        self.throughput.note_tokens(num_tokens, gaps_s)
+        name = str(rank)
+        self._output_tokens[name].inc(num_tokens)
+        self._itl[name].observe_all(gaps_s)
 
     def note_pause(self, rank: int, seconds: float) -> None:
         self._pause[str(rank)].observe(seconds)

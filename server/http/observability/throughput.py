@@ -7,7 +7,7 @@ Prometheus has the same figures from `metrics`; this is for services without Pro
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from kvcache.tiers.figures import TierFigures
@@ -100,11 +100,11 @@ class Throughput:
         self._first_tokens.append((self._clock(), ttft_s))
         self._ttft.note(ttft_s)
 
-    def note_tokens(self, num_tokens: int, gap_s: float | None = None) -> None:
-        """Record tokens that arrived `gap_s` after the previous ones, or None for the first tokens."""
+    def note_tokens(self, num_tokens: int, gaps_s: Mapping[float, int]) -> None:
+        """Record a step's tokens. `gaps_s` has the times since the tokens before, and how many tokens waited as long."""
         self._now = self._now._replace(output_tokens=self._now.output_tokens + num_tokens)
-        if gap_s is not None:
-            self._itl.note(gap_s / num_tokens, num_tokens)
+        for gap_s, count in gaps_s.items():
+            self._itl.note(gap_s, count)
 
     def note_end(self, e2e_s: float) -> None:
         """Record a choice's end."""

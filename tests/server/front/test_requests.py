@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from scheduler.policy.request import FinishReason, Logprobs, Request, SamplingParams
+from scheduler.policy.request import FinishReason, Logprobs, Request, RequestOutput, SamplingParams
 from scheduler.structure.stop_pattern import compile_all
 from server.front import generations, requests
 from server.front.errors import ApiError
@@ -278,6 +278,21 @@ async def test_nothing_is_accepted_while_nobody_can_serve() -> None:
         desk.open("a")
     assert caught.value.status == 503 and "Retry-After" in caught.value.headers
     assert desk.journal.num_accepted == 0
+
+
+@in_loop
+async def test_the_tokens_of_a_step_are_counted_over_all_its_choices() -> None:
+    desk = Desk(num_ranks=1)
+    desk.open("a", "b")
+    for texts in ("x", "y"), ("zz", ""), ("", "z"):
+        outputs = [
+            RequestOutput(request_id=name, token_ids=list(text.encode()))
+            for name, text in zip("ab", texts, strict=True)
+        ]
+        desk.requests.deliver(0, outputs)
+    told = (await desk.metrics.text()).decode()
+    for name, count in (("generation_tokens_total", 5.0), ("inter_token_latency_seconds_count", 3.0)):
+        assert f'vllm:{name}{{engine="0",model_name="m"}} {count}\n' in told
 
 
 async def _drain(answer: Answer) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvcache.tiers.figures import TierFigures
@@ -17,7 +18,7 @@ from server.front.journal import Journal
 from server.front.membership import Epochs
 from server.front.timing import Timing, timing_of
 from server.http.observability.gauges import MembershipMetrics
-from server.http.observability.metrics import Metrics
+from server.http.observability.metrics import Metrics, StepHistogram
 from server.link.messages import RankFacts
 from tests.support.placement.load_reports import RANKS, counts, expert_map, report
 from tests.support.requests.answers import ended_answer, ended_exchange
@@ -170,8 +171,8 @@ def test_a_request_without_tokens_has_an_end_but_no_phases(metrics: Metrics) -> 
 
 def test_prompt_tokens_count_when_they_have_been_run_by_source(metrics: Metrics) -> None:
     metrics.note_first_token(0, 0.5, num_prompt_tokens=10, num_cached_tokens=4, num_tier_tokens=1)
-    metrics.note_tokens(0, 1, None)
-    metrics.note_tokens(0, 2, 0.5)
+    metrics.note_tokens(0, 1, {})
+    metrics.note_tokens(0, 2, {0.25: 2})
     assert value_of(metrics, "vllm:prompt_tokens_total") == 10
     assert value_of(metrics, "vllm:prompt_tokens_by_source_total", source="local_compute") == 6
     assert value_of(metrics, "vllm:prompt_tokens_by_source_total", source="local_cache_hit") == 3
@@ -179,6 +180,26 @@ def test_prompt_tokens_count_when_they_have_been_run_by_source(metrics: Metrics)
     assert value_of(metrics, "vllm:prompt_tokens_cached_total") == 4
     assert value_of(metrics, "vllm:generation_tokens_total") == 3
     assert value_of(metrics, "vllm:inter_token_latency_seconds_count") == 2
+
+
+def test_values_that_are_counted_at_once_count_as_one_by_one() -> None:
+    registry, buckets = CollectorRegistry(), (0.1, 0.5, 1.0)
+    at_once = StepHistogram("at_once", "", ("label",), buckets=buckets, registry=registry).labels("x")
+    one_by_one = Histogram("one_by_one", "", ("label",), buckets=buckets, registry=registry).labels("x")
+    counts = {0.0: 3, 0.1: 1, 0.1000001: 2, 0.5: 4, 0.75: 1, 1.0: 2, 7.0: 5}
+    at_once.observe_all(counts)
+    for value, count in counts.items():
+        for _ in range(count):
+            one_by_one.observe(value)
+    sampled = [
+        {
+            (sample.name.removeprefix(family.name), sample.labels.get("le")): pytest.approx(sample.value)
+            for sample in family.samples
+            if not sample.name.endswith("_created")
+        }
+        for family in registry.collect()
+    ]
+    assert sampled[0] == sampled[1] and len(sampled[0]) == len(buckets) + 3
 
 
 def test_a_restarted_rank_takes_nothing_back(metrics: Metrics) -> None:

@@ -56,7 +56,7 @@ def test_an_idle_service_is_silent_and_a_busy_one_has_a_line_every_ten_seconds(
     watched.note_stats(STATS)
     watched.note_stats(replace(STATS, prefix_query_tokens=100, prefix_hit_tokens=25))
     watched.note_first_token(0.5, num_prompt_tokens=100)
-    watched.note_tokens(200)
+    watched.note_tokens(200, {})
     watched.after(WINDOW_S)
     assert lines.messages == [
         "prompts 10.0 tokens/s, generation 20.0 tokens/s, running 2, waiting 1, KV cache 25.0%, prefix hits 25.0%"
@@ -71,7 +71,7 @@ def test_an_idle_service_is_silent_and_a_busy_one_has_a_line_every_ten_seconds(
 
 def test_the_line_can_be_turned_off(lines: pytest.LogCaptureFixture) -> None:
     watched = Watched()
-    watched.note_tokens(5)
+    watched.note_tokens(5, {})
     watched.clock.now_s += WINDOW_S
     watched.tick(logs=False)
     assert not lines.messages
@@ -101,7 +101,7 @@ def test_percentiles_and_errors_are_of_the_window_and_totals_since_the_start() -
     watched.after(WINDOW_S)
     for ttft_s in (0.1, 0.1, 0.1, 2.0):
         watched.note_first_token(ttft_s, num_prompt_tokens=1)
-    watched.note_tokens(100, gap_s=5.0)
+    watched.note_tokens(100, {0.05: 100})
     watched.note_end(30.0)
     for status in (200, 400, 429, 429, 503):
         watched.note_status(status)

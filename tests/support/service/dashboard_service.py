@@ -83,7 +83,8 @@ def throughput_answer(*, seconds: int = 600, tokens_per_s: int = 40) -> dict[str
     for rank in (0, 1):
         throughput.note_rank(rank_facts(rank))
     for tick in range(seconds // 2):
-        throughput.note_tokens(2 * tokens_per_s + 30 * (tick // 30 % 2), 0.02 * (1 + tick % 4))
+        num_tokens = 2 * tokens_per_s + 30 * (tick // 30 % 2)
+        throughput.note_tokens(num_tokens, {0.02 * (1 + tick % 4) / num_tokens: num_tokens})
         throughput.note_end(1.5 + tick % 3)
         if tick % 3 == 0:
             throughput.note_first_token(0.2 + 0.1 * (tick % 5), num_prompt_tokens=90)
