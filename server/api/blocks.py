@@ -19,7 +19,7 @@ from server.api.chat_turn import MessageParser
 from server.api.parsers.deltas import ContentDelta, Delta, ReasoningDelta, ToolCallDelta
 from server.api.streaming import EventStream, closing_when_gone
 from server.front.errors import ApiError
-from server.front.generations import Answer, Piece
+from server.front.generations import Answer, Piece, Pieces, Reader
 from server.http.json_writer import json_bytes
 
 
@@ -254,10 +254,14 @@ async def complete(answer: Answer, chunks: DraftChunks, http: HttpRequest) -> No
         ApiError: The request failed.
         ClientGone: The client disconnected first.
     """
+
+    def take(pieces: Pieces) -> None:
+        for _, piece in pieces:
+            chunks.feed(piece)
+
     with closing_when_gone(answer, http.receive):
-        while pieces := await answer.next():
-            for _, piece in pieces:
-                chunks.feed(piece)
+        while pieces := await answer.next(Reader(take)):
+            take(pieces)
 
 
 class DraftStream(EventStream):

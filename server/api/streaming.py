@@ -2,7 +2,8 @@
 
 A plain ASGI response replaces Starlette's StreamingResponse for three reasons: an error before the first piece becomes an
 HTTP status instead of an event, a disconnect is noticed even while nothing is being sent, and a chunk costs one send.
-Silent streams send comments, because proxies close connections that are silent for a minute.
+A stream's task only handles its beginning, its end and slow clients: all other pieces are written to the connection in the
+step that brings them (`DirectBody`). Silent streams send comments, because proxies close connections that are silent for a minute.
 """
 
 import asyncio
@@ -21,11 +22,12 @@ from server.api.answer_json import TextEvent, event, metrics_of
 from server.api.schemas import StreamOptions
 from server.api.served import ServedModel
 from server.front.errors import ApiError
-from server.front.generations import Answer, ClientGone, Piece
+from server.front.generations import Answer, ClientGone, Piece, Pieces, Reader
 from server.http.errors import ErrorResponse
 from server.http.idempotency import with_way_on
 from server.http.json_writer import json_response, long_json_pieces
 from server.http.kept_stream import until_gone
+from server.http.protocol import DIRECT_BODY, DirectBody
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE_S = 15.0  # of silence before each comment; after the first comment, failures are events
@@ -115,7 +117,11 @@ class EventStream(Response):
         with (
             closing_when_gone(self._answer, receive),
             EventSender(
-                send, self._keep_alive_s, content_type=self.content_type, comment=self.comment()
+                send,
+                self._keep_alive_s,
+                content_type=self.content_type,
+                comment=self.comment(),
+                direct=scope.get("extensions", {}).get(DIRECT_BODY),
             ) as sender,
             leaving,
         ):
@@ -130,17 +136,23 @@ class EventStream(Response):
                 return
             await self._send_all(pieces, sender)
 
-    async def _send_all(self, pieces: list[tuple[int, Piece]], sender: "EventSender") -> None:
+    async def _send_all(self, pieces: Pieces, sender: "EventSender") -> None:
+        reader = sender.reader(self._events)
         try:
             while pieces:
-                body = b"".join(self._chunks.piece(index, piece) for index, piece in pieces)
+                body = self._events(pieces)
                 if body:
                     await sender.send(body)
-                pieces = await self._answer.next()
+                pieces = await self._answer.next(reader)
             last = self.ending()
         except ApiError as failure:
             last = self.failing(with_way_on(failure))
         await sender.end(last)
+
+    def _events(self, pieces: Pieces) -> bytes:
+        if len(pieces) == 1:  # the usual case
+            return self._chunks.piece(*pieces[0])
+        return b"".join([self._chunks.piece(index, piece) for index, piece in pieces])
 
     def comment(self) -> bytes:
         """Return the bytes to send when the stream is silent for long."""
@@ -168,8 +180,10 @@ class EventSender:
         *,
         content_type: bytes = EVENT_STREAM,
         comment: bytes = COMMENT,
+        direct: DirectBody | None = None,
     ) -> None:
-        self._send, self._keep_alive_s, self._comment = send, keep_alive_s, comment
+        """Args: direct writes without waiting; None if only `send` can."""
+        self._send, self._keep_alive_s, self._comment, self._direct = send, keep_alive_s, comment, direct
         self._headers = [(b"content-type", content_type), *STREAM_HEADERS]
         self.has_begun = False
         self._last_sent_s = time.monotonic()
@@ -192,6 +206,20 @@ class EventSender:
         await self._begin()
         self._last_sent_s = time.monotonic()
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
+
+    def reader(self, events_of: Callable[[Pieces], bytes]) -> Reader | None:
+        """Return a reader that writes the events of pieces at once, or None if only `send` can."""
+        direct = self._direct
+        if direct is None:
+            return None
+
+        def take(pieces: Pieces) -> None:
+            events = events_of(pieces)
+            if events:
+                self._last_sent_s = time.monotonic()
+                direct.write(events)
+
+        return Reader(take, direct.is_free)
 
     async def end(self, events: bytes) -> None:
         """Send the last events."""
@@ -249,14 +277,18 @@ async def collect(answer: Answer, http: HttpRequest) -> list[Choice]:
         ClientGone: The client disconnected first.
     """
     choices = [Choice() for _ in answer.generations]
+
+    def take(pieces: Pieces) -> None:
+        for index, piece in pieces:
+            choice = choices[index]
+            choice.text.append(piece.text)
+            choice.token_ids += piece.token_ids
+            choice.logprobs += piece.logprobs
+            choice.last = piece
+
     with closing_when_gone(answer, http.receive):
-        while pieces := await answer.next():
-            for index, piece in pieces:
-                choice = choices[index]
-                choice.text.append(piece.text)
-                choice.token_ids += piece.token_ids
-                choice.logprobs += piece.logprobs
-                choice.last = piece
+        while pieces := await answer.next(Reader(take)):
+            take(pieces)
     return choices
 
 

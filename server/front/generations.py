@@ -1,7 +1,8 @@
 """A client's answer while it grows: its choices, which ranks generate, and their text.
 
 `Generation` is one choice: one request at one rank. `Answer` is the result of one HTTP request: 1 to n choices.
-Output that arrives while the client is slow is merged into the choice's next piece. So a slow reader delays nothing
+A step's pieces go to the answer's reader while its task waits (`Reader`): waking a task for each costs more than
+everything else. Output that arrives while the client is slow is merged into the choice's next piece. So a slow reader delays nothing
 else and costs no more memory than its answer's text. Log-probabilities are a hundred times larger: a client that
 leaves many of them unread for long loses its answer. It depends on no rank, journal or HTTP; `requests` feeds it.
 """
@@ -75,6 +76,19 @@ class Piece:
     ends: list[int] = field(default_factory=list)
 
 
+Pieces = list[tuple[int, Piece]]  # with the choices' indexes, at most one per choice
+
+
+class Reader(NamedTuple):
+    """Takes pieces at once, in the step that brings them, while the task that reads the answer waits in `Answer.next`.
+
+    The last piece of each choice goes to the task, and also every piece while the reader is not free.
+    """
+
+    take: Callable[[Pieces], None]
+    is_free: Callable[[], bool] = lambda: True
+
+
 class ClientGone(Exception):  # noqa: N818 - not a fault
     """The client disconnected, so this answer has no reader."""
 
@@ -83,7 +97,12 @@ class Generation:
     """One choice, fed by its rank."""
 
     def __init__(
-        self, ask: Ask, index: int, rank: int, decoder: Decoder, on_ready: Callable[[], None]
+        self,
+        ask: Ask,
+        index: int,
+        rank: int,
+        decoder: Decoder,
+        on_ready: Callable[["Generation"], None],
     ) -> None:
         self.ask = ask
         self.index = index
@@ -108,6 +127,7 @@ class Generation:
         )
         self._screen = StopScreen(ask.stops, include_stop=ask.include_stop)
         self._followers = [(pattern.regex, pattern.open()) for pattern in ask.patterns]
+        self._is_searched = bool(ask.stops or ask.patterns)
         self._piece = Piece()
         self._unread_since_s: float | None = None  # for log-probabilities
 
@@ -119,7 +139,7 @@ class Generation:
         """
         self.num_draft_tokens += output.num_draft_tokens
         self.num_accepted_tokens += max(0, len(output.token_ids) - 1)
-        is_cut = self.ask.stops or self.ask.patterns or self.ask.request.params.num_logprobs is not None
+        is_cut = self._is_searched or self.ask.request.params.num_logprobs is not None
         if len(output.token_ids) <= 1 or not is_cut:
             return self._push(output)
         for each in one_by_one(output):
@@ -146,6 +166,9 @@ class Generation:
     def _show(self, text: str, output: RequestOutput) -> FinishReason | None:
         """Screen the text of an output's tokens; return the finish reason if the choice ended."""
         piece, stop = self._piece, None
+        if not self._is_searched:
+            piece.text += text
+            return output.finish_reason
         is_early = self.num_tokens <= self.ask.request.params.min_tokens
         if is_early:
             shown = self._screen.pass_by(text)
@@ -190,12 +213,12 @@ class Generation:
         if failure is not None:
             self._piece = Piece()  # it will not be read any more
         self._piece.finish_reason = reason
-        self._on_ready()
+        self._on_ready(self)
 
     def notify(self) -> None:
         """Wake the reader if there is output."""
         if self._piece.text or self._piece.token_ids:
-            self._on_ready()
+            self._on_ready(self)
 
     def take(self) -> Piece:
         """Return the output since the last call, and clear it."""
@@ -245,18 +268,30 @@ def one_by_one(output: RequestOutput) -> list[RequestOutput]:
 class Answer:
     """The choices of one HTTP request. One coroutine reads them."""
 
-    def __init__(self, request_id: str, on_close: Callable[["Answer"], None]) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        on_close: Callable[["Answer"], None],
+        on_due: Callable[["Answer"], None] | None = None,
+    ) -> None:
+        """Args: on_due is called when there are pieces for the waiting reader; `hand_out` must follow at the end of the step.
+        None hands out each piece at once.
+        """
         self.request_id = request_id
         self.generations: list[Generation] = []
         self._on_close = on_close
+        self._on_due = on_due or Answer.hand_out
         self._ready: deque[Generation] = deque()
         self._wake = asyncio.Event()
+        self._reader: Reader | None = None  # set while the task waits and has not been woken
+        self._is_due = False
+        self._error: Exception | None = None  # of the reader
         self._num_open = 0
         self._closed = False
 
     def add(self, ask: Ask, rank: int, decoder: Decoder) -> Generation:
         """Add the next choice."""
-        generation = Generation(ask, len(self.generations), rank, decoder, lambda: self._note(generation))
+        generation = Generation(ask, len(self.generations), rank, decoder, self._note)
         self.generations.append(generation)
         self._num_open += 1
         return generation
@@ -265,23 +300,58 @@ class Answer:
         """Return the log-probabilities of a choice's prompt. If only the first of n choices has them, return those."""
         return self.generations[index].prompt_logprobs or self.generations[index - index % n].prompt_logprobs
 
-    async def next(self) -> list[tuple[int, Piece]]:
-        """Wait for pieces and return them, at most one per choice. Returns an empty list if every choice has ended.
+    async def next(self, reader: Reader | None = None) -> Pieces:
+        """Wait for pieces and return them, or an empty list if every choice has ended.
+
+        Args:
+            reader: Takes the pieces that come while this call waits. None returns all pieces.
 
         Raises:
             ApiError: A choice failed, and the answer with it.
             ClientGone: `close` was called.
+            Exception: The reader raised it.
         """
-        while not self._ready:
+        while not self._ready and self._error is None:
             if self._closed:
                 raise ClientGone
             if self._num_open == 0:
                 return []
             self._wake.clear()
-            await self._wake.wait()
+            self._reader = reader
+            try:
+                await self._wake.wait()
+            finally:
+                self._reader = None
         if self._closed:
             raise ClientGone
-        pieces: list[tuple[int, Piece]] = []
+        if self._error is not None:
+            raise self._error
+        return self._take_ready()
+
+    def hand_out(self) -> None:
+        """Pass the pieces of a step to the reader. If it is not free, or the task was woken meanwhile, the task takes them."""
+        self._is_due = False
+        reader = self._reader
+        if reader is None:
+            return
+        if not reader.is_free():
+            self._wake_task()
+            return
+        try:
+            reader.take(self._take_ready())
+        except Exception as error:  # noqa: BLE001 - `next` raises it; the other answers of the step go on
+            self._error = error
+            self._wake_task()
+
+    def close(self) -> None:
+        """End open choices, because the reader is finished or gone. May be called again."""
+        if not self._closed:
+            self._closed = True
+            self._on_close(self)
+            self._wake_task()
+
+    def _take_ready(self) -> Pieces:
+        pieces: Pieces = []
         while self._ready:
             generation = self._ready.popleft()
             if generation.failure is not None:
@@ -291,14 +361,15 @@ class Answer:
             pieces.append((generation.index, piece))
         return pieces
 
-    def close(self) -> None:
-        """End open choices, because the reader is finished or gone. May be called again."""
-        if not self._closed:
-            self._closed = True
-            self._on_close(self)
-            self._wake.set()
-
     def _note(self, generation: Generation) -> None:
         if generation not in self._ready:
             self._ready.append(generation)
+        if self._reader is None or generation.finished:
+            self._wake_task()
+        elif not self._is_due:
+            self._is_due = True
+            self._on_due(self)
+
+    def _wake_task(self) -> None:
+        self._reader = None
         self._wake.set()

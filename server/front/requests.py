@@ -131,6 +131,7 @@ class Requests:
         self._on_ask, self._on_answer = on_ask, on_answer
         self._why_not_ready = why_not_ready
         self._who_asks = who_asks
+        self._due: list[Answer] = []  # answers with pieces of the step being delivered
         self._num_tokens = 0  # of the step being delivered
         self._gaps_s: dict[float, int] = {}  # of the step being delivered, as in `RequestCounts.note_tokens`
         self._closed: ApiError | None = None
@@ -174,7 +175,7 @@ class Requests:
             raise errors.not_ready(reason)
         if self._admission.is_bounded and not is_probe:
             self._check_room(len(asks), asker.key_id)
-        answer = Answer(request_id, self._close)
+        answer = Answer(request_id, self._close, self._due.append)
         self._on_answer(answer)
         followers: deque[Generation] = deque()
         try:
@@ -210,19 +211,24 @@ class Requests:
     def deliver(self, rank: int, outputs: Sequence[RequestOutput]) -> None:
         """Feed a rank's outputs to their choices, except for requests that have ended here already."""
         now_s = time.monotonic()
-        for output in outputs:
-            generation = self._open.get(output.request_id)
-            if generation is None or generation.rank != rank or output.request_id in self._parked:
-                continue
-            if output.is_returned:
-                self._take_back(generation, now_s)
-            else:
-                self._router.begin(output.request_id)
-                self._feed_alone(generation, output, now_s)
-        self._end_step(rank)
+        try:
+            for output in outputs:
+                generation = self._open.get(output.request_id)
+                if generation is None or generation.rank != rank or output.request_id in self._parked:
+                    continue
+                if output.is_returned:
+                    self._take_back(generation, now_s)
+                else:
+                    self._router.begin(output.request_id)
+                    self._feed_alone(generation, output, now_s)
+        finally:
+            self._end_step(rank)
 
     def _end_step(self, rank: int) -> None:
-        """Count the tokens of a step, once for all choices."""
+        """Hand out the pieces of a step, once per answer, and count its tokens, once for all choices."""
+        for answer in self._due:
+            answer.hand_out()
+        self._due.clear()
         if self._num_tokens:
             self._metrics.note_tokens(rank, self._num_tokens, self._gaps_s)
             self._num_tokens, self._gaps_s = 0, {}

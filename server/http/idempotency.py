@@ -27,6 +27,7 @@ from server.http.exchanges import current_exchange
 from server.http.guards import key_of
 from server.http.kept_answers import MAX_ANSWER_BYTES, KeptAnswers, WholeAnswer
 from server.http.kept_stream import KeptStream
+from server.http.protocol import DIRECT_BODY
 
 HEADER = "Idempotency-Key"
 _NAME = HEADER.lower().encode()
@@ -112,6 +113,7 @@ class IdempotentAnswers:
             on_too_long=lambda: self._drop(name),
             on_unread=self._bound_unread,
         )
+        scope.get("extensions", {}).pop(DIRECT_BODY, None)  # the recording keeps the body
         recording.making = asyncio.create_task(self._make(name, recording, scope))
         return recording
 

@@ -18,10 +18,11 @@ and continues.
 """
 
 import asyncio
+import weakref
 from array import array
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from server.front.errors import ApiError, bad_request
 from server.http.connections import ConnectionBound
@@ -138,6 +139,32 @@ class _Callbacks:
             self._protocol.on_message_complete()
 
 
+DIRECT_BODY = "wideep.direct_body"  # name of this server's extension of ASGI, in the scope of each request
+
+
+class DirectBody:
+    """Writes the parts of a streamed response's body at once, without a task.
+
+    The response begins and ends with ASGI's `send`, which also writes whenever this is not free. A layer that replaces `send` to
+    change or keep bodies must remove the extension from the scope.
+    """
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = weakref.ref(cycle)  # which holds the scope, and thus this
+        self._flow, self._transport = cycle.flow, cycle.transport
+
+    def is_free(self) -> bool:
+        """Return whether a part may be written now: the response has begun, and the client is there and reads fast enough."""
+        cycle = self._cycle()
+        if cycle is None or self._flow.write_paused or cycle.disconnected:
+            return False
+        return cycle.chunked_encoding is True and not cycle.response_complete
+
+    def write(self, part: bytes) -> None:
+        """Write a part, which is not empty, as one chunk."""
+        self._transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+
+
 class PunctualProtocol(HttpToolsProtocol):
     """uvicorn's protocol with time limits."""
 
@@ -192,6 +219,7 @@ class PunctualProtocol(HttpToolsProtocol):
             self._is_too_long = True
             raise ValueError("the head is too long")  # which stops the parser
         super().on_headers_complete()  # raises for an invalid target, such as CONNECT's
+        self.scope["extensions"] = {DIRECT_BODY: DirectBody(self.cycle)}  # type: ignore[dict-item]
         self._is_in_head, self._is_in_body = False, True
         if not self.flow.write_paused:  # the next writes would distort the measure of what was read
             self._stop_watching()

@@ -9,7 +9,7 @@ from starlette.types import Message
 
 from server.api.streaming import COMMENT, DONE, EventStream
 from server.front.errors import ApiError
-from server.front.generations import Answer, Piece
+from server.front.generations import Answer, Piece, Pieces, Reader
 
 NEVER_S = 1000.0
 
@@ -20,7 +20,7 @@ class Scripted:
     def __init__(self, wait: Awaitable[None], failure: ApiError | None = None) -> None:
         self._wait, self._failure, self._num_pieces = wait, failure, 0
 
-    async def next(self) -> list[tuple[int, Piece]]:
+    async def next(self, reader: Reader | None = None) -> Pieces:
         self._num_pieces += 1
         if self._num_pieces > 1:
             return []

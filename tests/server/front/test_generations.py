@@ -1,14 +1,26 @@
 """The text of many choices at once: whole characters only, and never the beginning of a stop string."""
 
+import asyncio
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.policy.request import FinishReason, Logprobs, RequestOutput
 from server.front.detokenizer import REPLACEMENT
-from server.front.generations import MAX_UNREAD_TOKENS, UNREAD_S, Answer, Generation, one_by_one
+from server.front.generations import (
+    MAX_UNREAD_TOKENS,
+    UNREAD_S,
+    Answer,
+    ClientGone,
+    Generation,
+    Pieces,
+    Reader,
+    one_by_one,
+)
 from tests.support.requests.answers import ByteDecoder, ask_of
+from tests.support.requests.desk import Desk, in_loop
 
 ALPHABET = "aé€😀<>"
 WORDS = st.text(ALPHABET, min_size=1, max_size=3)
@@ -121,3 +133,124 @@ def test_several_tokens_without_a_stop_string_keep_their_end() -> None:
     [choice] = choices(1, ("<>",))
     assert push(choice, b"ab<", last=True) is FinishReason.LENGTH
     assert (choice.take().text, choice.num_tokens) == ("ab<", 3)
+
+
+class Recorder:
+    """A reader that records the texts of the pieces that it takes, by choice."""
+
+    def __init__(self) -> None:
+        self.taken: list[dict[int, str]] = []
+        self.is_free = True
+
+    def take(self, pieces: Pieces) -> None:
+        """Record pieces; "!" is an error."""
+        self.taken.append({index: piece.text for index, piece in pieces})
+        if any("!" in piece.text for _, piece in pieces):
+            raise ValueError("a piece that cannot be written")
+
+    def reader(self) -> Reader:
+        """Return the reader."""
+        return Reader(self.take, lambda: self.is_free)
+
+
+async def _waiting(answer: Answer, recorder: Recorder) -> "asyncio.Task[Pieces]":
+    """Return a task that waits for an answer."""
+    task = asyncio.create_task(answer.next(recorder.reader()))
+    await asyncio.sleep(0)
+    assert not task.done()
+    return task
+
+
+def _outputs(*texts: str, finish: FinishReason | None = None) -> list[RequestOutput]:
+    """Return outputs of the choices a, b, ...; the last one may end."""
+    outputs = [
+        RequestOutput(request_id="abc"[at], token_ids=list(text.encode())) for at, text in enumerate(texts)
+    ]
+    outputs[-1].finish_reason = finish
+    return outputs
+
+
+@in_loop
+async def test_a_waiting_reader_takes_the_pieces_of_a_step_at_once_and_the_task_sleeps() -> None:
+    desk, recorder = Desk(num_ranks=1), Recorder()
+    answer = desk.open("a", "b")
+    task = await _waiting(answer, recorder)
+    desk.requests.deliver(0, _outputs("x", "y"))
+    assert recorder.taken == [{0: "x", 1: "y"}], "before the event loop turns"
+    desk.requests.deliver(0, [*_outputs("1"), *_outputs("2"), *_outputs("")])
+    assert recorder.taken[1:] == [{0: "12"}], "outputs of several steps in one message"
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert not task.done()
+    answer.close()
+    with pytest.raises(ClientGone):
+        await task
+
+
+@in_loop
+async def test_the_last_piece_of_a_choice_goes_to_the_task_with_those_of_the_same_step() -> None:
+    desk, recorder = Desk(num_ranks=1), Recorder()
+    answer = desk.open("a", "b")
+    task = await _waiting(answer, recorder)
+    desk.requests.deliver(0, _outputs("x", "y", finish=FinishReason.LENGTH))
+    desk.requests.deliver(0, _outputs("z"))
+    assert recorder.taken == []
+    pieces = await task
+    assert [(index, piece.text, piece.finish_reason) for index, piece in pieces] == [
+        (0, "xz", None),
+        (1, "y", FinishReason.LENGTH),
+    ]
+    task = await _waiting(answer, recorder)
+    desk.requests.deliver(0, _outputs("w"))
+    assert recorder.taken == [{0: "w"}], "the other choice goes on"
+    desk.requests.deliver(0, _outputs("", finish=FinishReason.STOP))
+    assert dict(await task)[0].finish_reason is FinishReason.STOP
+    assert await answer.next(recorder.reader()) == []
+
+
+@in_loop
+async def test_a_reader_that_is_not_free_leaves_the_pieces_to_the_task() -> None:
+    desk, recorder = Desk(num_ranks=1), Recorder()
+    answer = desk.open("a")
+    task = await _waiting(answer, recorder)
+    recorder.is_free = False
+    desk.requests.deliver(0, _outputs("x"))
+    recorder.is_free = True
+    desk.requests.deliver(0, _outputs("y"))
+    assert recorder.taken == [], "a later piece does not overtake"
+    assert [piece.text for _, piece in await task] == ["xy"]
+    desk.requests.deliver(0, _outputs("z"))
+    assert [piece.text for _, piece in await answer.next(recorder.reader())] == ["z"], "no task waited"
+    answer.close()
+
+
+@in_loop
+async def test_an_error_of_a_reader_is_its_task_s_and_the_other_answers_of_the_step_go_on() -> None:
+    desk, broken, whole = Desk(num_ranks=1), Recorder(), Recorder()
+    first, second = desk.open("a"), desk.open("b")
+    tasks = [await _waiting(first, broken), await _waiting(second, whole)]
+    desk.requests.deliver(0, _outputs("!", "y"))
+    assert whole.taken == [{0: "y"}]
+    desk.requests.deliver(0, _outputs("x"))
+    assert len(broken.taken) == 1
+    with pytest.raises(ValueError, match="cannot be written"):
+        await tasks[0]
+    tasks[1].cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    desk.requests.deliver(0, _outputs("", "z"))
+    assert len(whole.taken) == 1, "a cancelled task has no reader"
+    first.close()
+    second.close()
+    assert desk.reasons() == [FinishReason.ABORT] * 2
+
+
+@in_loop
+async def test_an_answer_without_a_desk_hands_out_each_piece() -> None:
+    answer, recorder = Answer("a", lambda _: None), Recorder()
+    choice = answer.add(ask_of(), 0, ByteDecoder())
+    task = await _waiting(answer, recorder)
+    for text in "xy":
+        push(choice, text.encode(), last=False)
+        choice.notify()
+    assert recorder.taken == [{0: "x"}, {0: "y"}]
+    task.cancel()

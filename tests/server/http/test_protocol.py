@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import socket
+import weakref
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from server.http.protocol import HEAD_S, MAX_HEAD_BYTES, PunctualProtocol
+from server.http.protocol import DIRECT_BODY, HEAD_S, MAX_HEAD_BYTES, DirectBody, PunctualProtocol
 from server.options.table import HttpOptions
 from server.serve.http_service import _server_config
 
@@ -317,6 +319,88 @@ def test_a_request_behind_an_answer_that_is_not_read_gives_no_more_time(
         return b"%d" % len(await hear(reader))
 
     assert int(talk(client, answer_at_length)) < 32 << 20, "the connection was cut"
+
+
+async def answer_directly(scope: Scope, receive: Receive, send: Send) -> None:
+    """An application that streams its answer: the first and the last part with `send`, those between directly."""
+    direct: DirectBody = scope["extensions"][DIRECT_BODY]
+    assert not direct.is_free(), "the response has not begun"
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"1", "more_body": True})
+    for part in (b"2" * 300, scope["path"].encode()):
+        assert direct.is_free()
+        direct.write(part)
+    await send({"type": "http.response.body", "body": b"end", "more_body": False})
+    assert not direct.is_free(), "the response has ended"
+
+
+def test_parts_that_are_written_directly_are_chunks_of_their_own_response() -> None:
+    """Also of requests that came together: each has its own response."""
+    told = talk(
+        sends(b"GET /a HTTP/1.1\r\n\r\nGET /b HTTP/1.1\r\nconnection: close\r\n\r\n"), answer_directly
+    )
+    answers = [each.partition(b"\r\n\r\n")[2] for each in told.split(b"HTTP/1.1 200 OK\r\n")[1:]]
+    chunks = b"1\r\n1\r\n12c\r\n" + b"2" * 300 + b"\r\n2\r\n%b\r\n3\r\nend\r\n0\r\n\r\n"
+    assert answers == [chunks % b"/a", chunks % b"/b"]
+
+
+def test_a_request_is_freed_without_a_collection() -> None:
+    """Collections stop all streams, so requests leave no cycles of references."""
+    extensions: list[weakref.ref[DirectBody]] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/b":
+            assert extensions[0]() is None
+        extensions.append(weakref.ref(scope["extensions"][DIRECT_BODY]))
+        await answer_at_once(scope, receive, send)
+
+    gc.disable()
+    try:
+        told = talk(sends(b"GET /a HTTP/1.1\r\n\r\nGET /b HTTP/1.1\r\nconnection: close\r\n\r\n"), app)
+    finally:
+        gc.enable()
+    assert told.count(b"200 OK") == 2
+
+
+def test_nothing_is_written_directly_into_a_body_of_known_length() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        assert not scope["extensions"][DIRECT_BODY].is_free()
+        await send({"type": "http.response.body", "body": b"ok"})
+
+    assert talk(sends(HEAD + b"\r\n", until_ok=True), app).endswith(b"ok")
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_nothing_is_written_directly_while_a_client_does_not_read_or_after_it_left(leaves: bool) -> None:
+    seen: list[bool] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        direct: DirectBody = scope["extensions"][DIRECT_BODY]
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"ok", "more_body": True})
+        while leaves and (await receive())["type"] != "http.disconnect":
+            pass
+        while direct.is_free():
+            direct.write(b"x" * (1 << 16))
+        seen.append(direct.is_free())
+        await send(
+            {"type": "http.response.body", "body": b"", "more_body": False}
+        )  # waits until the client reads
+        seen.append(direct.is_free())
+
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        writer.write(HEAD + b"connection: close\r\ncontent-length: 0\r\n\r\n")
+        begun = await reader.readuntil(b"ok")
+        if leaves:
+            writer.transport.abort()
+        while len(seen) < (2 if leaves else 1):
+            await asyncio.sleep(0)
+        return begun if leaves else begun + await hear(reader)
+
+    told = talk(client, app)
+    assert seen == [False, False] and told.count(b"ok") == 1
+    assert leaves or told.endswith(b"x\r\n0\r\n\r\n")
 
 
 def test_the_service_uses_it() -> None:

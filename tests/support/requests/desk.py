@@ -6,6 +6,7 @@ from typing import Any
 
 from scheduler.policy.request import FinishReason, Request, RequestOutput, SamplingParams, Withdraw
 from server.front.admission import Admission
+from server.front.detokenizer import Decoder
 from server.front.generations import NOBODY, Answer, Ask
 from server.front.journal import Journal
 from server.front.moves import Moves
@@ -38,14 +39,21 @@ class StubRanks:
 class Desk:
     """`Requests` and all objects that it uses."""
 
-    def __init__(self, timeout_s: float = 0.0, *, most_open: int | None = None, num_ranks: int = 2) -> None:
+    def __init__(
+        self,
+        timeout_s: float = 0.0,
+        *,
+        most_open: int | None = None,
+        num_ranks: int = 2,
+        decoder: Decoder | None = None,
+    ) -> None:
         self.ranks, self.journal, self.router = StubRanks(), Journal(), Router(num_ranks)
         self.moves = Moves(self.router, self.ranks, self.journal, num_ranks=num_ranks)  # type: ignore[arg-type]
         self.metrics = Metrics("m", num_ranks)
         self.why_not_ready: str | None = None
         self.asker = NOBODY
         self.requests = Requests(
-            decoder=ByteDecoder(),
+            decoder=decoder or ByteDecoder(),
             ranks=self.ranks,  # type: ignore[arg-type]
             router=self.router,
             journal=self.journal,
