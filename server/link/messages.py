@@ -5,7 +5,8 @@ To add one: define its class here and list it in `FromRank` or `ToRank`; send it
 to `pool_numbers`. mypy reports a missing `case`.
 
 They use the scheduler's types (requests, outputs, reports) and add those that only the link needs. A message is JSON:
-[name, fields by position]. A field's annotation determines how it is read, so no second description is needed.
+[name, fields by position]. A field's annotation determines how it is read, so no second description is needed. A dataclass
+omits the last fields if they have their defaults: most outputs are an id and a token.
 Both ends must have the same definitions: the front refuses a rank with others (`DEFINITION`). Floats keep
 their bits, arrays travel as bytes, and deadlines as timeouts, because the clocks of two machines differ.
 
@@ -217,6 +218,8 @@ SENT_FIRST = (Heartbeat, StepOutput, ExpertMap)
 SENT_LAST = (LoadReport,)
 
 _Read = Callable[[Any], Any]
+_EMPTY_LIST = object()  # marks a default
+_FORM = 2  # version of the way in which messages are written
 
 
 def encode(message: object) -> bytes:
@@ -239,7 +242,8 @@ def decode(content: bytes) -> Any:
 def _plain(value: Any) -> Any:
     """Return a JSON-compatible form of a value. The encoder itself writes named tuples as lists."""
     if dataclasses.is_dataclass(value) and not isinstance(value, Placement):
-        return list(vars(value).values())
+        kind: Any = type(value)
+        return _without_defaults(list(vars(value).values()), _defaults_of(kind))
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, Placement):
@@ -249,6 +253,32 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"{type(value).__name__} cannot cross between front and ranks")
+
+
+def _without_defaults(fields: list[Any], defaults: tuple[Any, ...]) -> list[Any]:
+    """Remove the last fields that are their defaults. An equal value of another type or sign (0, 0.0, -0.0) stays."""
+    for default in defaults:
+        last = fields[-1]
+        if last is not default and not (default is _EMPTY_LIST and type(last) is list and not last):
+            break
+        fields.pop()
+    return fields
+
+
+@functools.cache
+def _defaults_of(kind: Any) -> tuple[Any, ...]:
+    """Return the defaults of a dataclass's fields, the last field first, up to the first one without. Others have none."""
+    defaults: list[Any] = []
+    if not dataclasses.is_dataclass(kind):
+        return ()
+    for field in reversed(dataclasses.fields(kind)):
+        if field.default is not dataclasses.MISSING:
+            defaults.append(field.default)
+        elif field.default_factory is list:
+            defaults.append(_EMPTY_LIST)
+        else:
+            break
+    return tuple(defaults)
 
 
 _write = json.JSONEncoder(default=_plain, separators=(",", ":"), check_circular=False).encode
@@ -287,14 +317,18 @@ def _list(read: _Read | None) -> _Read | None:
 
 
 def _record(kind: Any) -> _Read:
-    """Read a dataclass or a NamedTuple by position. It is one expression because every token of every stream passes here."""
+    """Read a dataclass or a NamedTuple by position. It is one expression for each number of fields, because every token of
+    every stream passes here."""
     readers = {name: _reader_of(hint) for name, hint in _hints(kind).items()}
-    arguments = (
+    arguments = [
         f"{name}=readers[{name!r}](values[{place}])" if read else f"{name}=values[{place}]"
         for place, (name, read) in enumerate(readers.items())
-    )
-    read: _Read = eval(f"lambda values: kind({', '.join(arguments)})", {"kind": kind, "readers": readers})
-    return read
+    ]
+    reads: dict[int, _Read] = {
+        num: eval(f"lambda values: kind({', '.join(arguments[:num])})", {"kind": kind, "readers": readers})
+        for num in range(len(arguments) - len(_defaults_of(kind)), len(arguments) + 1)
+    }
+    return lambda values: reads[len(values)](values)
 
 
 def _read_array(value: list[Any]) -> np.ndarray:
@@ -321,7 +355,7 @@ def _definition(kinds: tuple[Any, ...]) -> str:
             described[kind.__name__] = {name: str(hint) for name, hint in hints.items()}
             waiting += hints.values()
         waiting += typing.get_args(kind)
-    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps([_FORM, described], sort_keys=True).encode()).hexdigest()[:16]
 
 
 DEFINITION = _definition(_KINDS)

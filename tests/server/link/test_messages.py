@@ -1,6 +1,8 @@
 """Messages survive encoding and decoding, with any content."""
 
 import itertools
+import json
+import math
 from typing import Any
 
 import numpy as np
@@ -66,6 +68,32 @@ def test_every_combination_of_empty_parts_comes_back() -> None:
             error=error,
         )
         assert decode(encode(StepOutput([output], None))) == StepOutput([output], None)
+
+
+def test_the_last_fields_are_omitted_if_they_are_their_defaults() -> None:
+    assert json.loads(encode(StepOutput([RequestOutput(request_id="a", token_ids=[5])], None))) == [
+        "StepOutput",
+        [[["a", [5]]], None],
+    ]
+    late = RequestOutput(request_id="a", token_ids=[], finish_reason=FinishReason.STOP)
+    [[written], _] = json.loads(encode(StepOutput([late], None)))[1]
+    assert written == ["a", [], [], [], 0, 0, 0, 0.0, "stop"]
+
+
+@pytest.mark.parametrize("value", [-0.0, 0, False])
+def test_a_value_that_only_equals_a_default_is_kept(value: float) -> None:
+    fields = ("logprobs", "error", "num_draft_tokens", "is_returned", "finish_reason")
+    output = RequestOutput(request_id="a", token_ids=[1], queued_s=value)
+    [back] = decode(encode(StepOutput([output], None))).outputs
+    assert math.copysign(1, back.queued_s) == math.copysign(1, value) and type(back.queued_s) is type(value)
+    assert all(getattr(back, name) == getattr(output, name) for name in fields)
+
+
+@pytest.mark.parametrize("num_fields", [0, 1, 13])
+def test_a_record_with_too_few_or_too_many_fields_is_an_error(num_fields: int) -> None:
+    content = json.dumps(["StepOutput", [[["a", *[[]] * 12][:num_fields]], None]]).encode()
+    with pytest.raises(LookupError):
+        decode(content)
 
 
 def numbered(kind: type) -> dict[str, Any]:
