@@ -115,6 +115,8 @@ class MessageParser:
 
     def _passed(self, deltas: list[Delta], num_tokens: int) -> list[Delta]:
         self._reasoning.note(deltas, num_tokens)
+        if len(deltas) == 1 and isinstance(deltas[0], ContentDelta):
+            return deltas  # the usual case
         if not self._separates_reasoning:
             deltas = [
                 ContentDelta(each.text) if isinstance(each, ReasoningDelta) else each for each in deltas
