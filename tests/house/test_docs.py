@@ -34,6 +34,7 @@ OTHERS = {
     ),
     "guidellm": "--backend --constraint --data --data-loader --disable-console-interactive --output --profile",
     "benchmarks.faults": "--random --tokens",
+    "benchmarks.front": "--against --step-s --streams",
     "benchmarks.weights.quantisation": "--forms",
     "gpu_day.sh": "--minutes --parts --resume --tiny --units",
     "other benchmarks": "--batch --experts --repeats --rounds --runs --save --table --tasks",
