@@ -18,7 +18,8 @@ from scheduler.policy.request import Withdraw
 from server.front.errors import ApiError, bad_request
 from server.front.events import EventLog
 from server.front.journal import Journal
-from server.front.router import MoveCause, Router
+from server.front.loads import MoveCause
+from server.front.router import Router
 from server.link.messages import ToRank
 
 MOVE_EVERY_S = 0.05  # minimum time between two searches for moves

@@ -29,9 +29,10 @@ from server.front.detokenizer import Decoder
 from server.front.errors import ApiError
 from server.front.generations import NOBODY, Answer, Ask, Asker, Generation
 from server.front.journal import MAX_INCIDENTS, Journal
+from server.front.loads import MoveCause
 from server.front.moves import Moves
 from server.front.prefix_sources import PrefixSources
-from server.front.router import MoveCause, Router
+from server.front.router import Router
 from server.front.timing import Timing, timing_of
 from server.link.messages import Abort, RankFacts
 from server.link.ranks import Ranks

@@ -13,8 +13,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from server.front.journal import Journal
+from server.front.loads import MoveCause
 from server.front.membership import Epochs, Phase
-from server.front.router import MoveCause
 
 
 class OpenCount(Protocol):

@@ -19,8 +19,9 @@ from dispatch.errors import DispatchError
 from scheduler.policy.config import DispatchMode
 from scheduler.policy.request import FinishReason, RankStats, Request, RequestOutput, SamplingParams
 from scheduler.step.lockstep import Agreement, Decision, LockStep
+from server.front.loads import EXPECTED_OUTPUT_TOKENS, MoveCause
 from server.front.moves import MOVE_EVERY_S
-from server.front.router import EXPECTED_OUTPUT_TOKENS, MoveCause, Router
+from server.front.router import Router
 from server.tools.simulate.coming_step import Announcements, Coasting
 from server.tools.simulate.experts import ExpertBalance
 from server.tools.simulate.figures import RequestOutcome, SimulationFigures

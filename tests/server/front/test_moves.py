@@ -9,8 +9,10 @@ from kvcache.blocks import BlockPool
 from scheduler.policy.request import FinishReason, RankStats, Request, RequestOutput, SamplingParams, Withdraw
 from scheduler.policy.scheduler import Scheduler
 from server.front.generations import Answer, Ask, Asker
+from server.front.loads import MoveCause
+from server.front.move_plans import MAX_MOVES, MOVE_GAIN_TOKENS
 from server.front.prefixes import PREFIX_CHUNK_TOKENS
-from server.front.router import MAX_MOVES, MOVE_GAIN_TOKENS, MoveCause, Router
+from server.front.router import Router
 from server.front.routers import FewestTokens
 from server.link.messages import Abort
 from tests.support.models.fake_model import VOCABULARY, PlannedRank, serve_alone
@@ -357,10 +359,10 @@ class Hall:
 def test_whatever_moves_is_lost_and_left_every_request_gets_its_tokens_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("server.front.router.MOVE_GAIN_TOKENS", 1)  # prompts and answers are short here
+    monkeypatch.setattr("server.front.move_plans.MOVE_GAIN_TOKENS", 1)  # prompts and answers are short here
     days = [run_a_day(seed, has_drains=seed % 2 == 0) for seed in range(6)]
     monkeypatch.setattr(
-        "server.front.router.MOVE_GAIN_TOKENS", 1 << 40
+        "server.front.move_plans.MOVE_GAIN_TOKENS", 1 << 40
     )  # so that queues grow while other ranks are idle
     days += [run_a_day(seed, has_drains=False, has_pauses=True) for seed in range(12)]
     journals = [hall.desk.journal for hall in days]

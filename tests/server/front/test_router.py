@@ -4,13 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from server.front.loads import EXPECTED_OUTPUT_TOKENS, STEP_PROMPT_TOKENS
 from server.front.prefixes import PREFIX_CHUNK_TOKENS
-from server.front.router import (
-    EXPECTED_OUTPUT_TOKENS,
-    SESSION_ROOM_TOKENS,
-    STEP_PROMPT_TOKENS,
-    Router,
-)
+from server.front.router import SESSION_ROOM_TOKENS, Router
 from server.front.routers import RoundRobin
 
 LONG = list(range(10 * PREFIX_CHUNK_TOKENS))

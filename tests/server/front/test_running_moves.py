@@ -8,7 +8,9 @@ import pytest
 from scheduler.policy.request import FinishReason, RequestOutput, SamplingParams
 from server.front.errors import ApiError
 from server.front.generations import Answer, Asker
-from server.front.router import MAX_MOVES, MoveCause, Router
+from server.front.loads import MoveCause
+from server.front.move_plans import MAX_MOVES
+from server.front.router import Router
 from server.front.routers import RoundRobin
 from tests.server.front.test_moves import BLOCK_TOKENS, stats_of, text_of
 from tests.support.requests.desk import Desk, in_loop
