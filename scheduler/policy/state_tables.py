@@ -101,10 +101,7 @@ class StateTables:
             self._release_oldest(own)
             own.has_released = True
         read, begin = own.slots[-1] if own.slots else NO_STATE, start
-        for position in sorted(each for each in own.snapshot_ends if start < each < end):
-            slot = self._pool.take_left_over()
-            if slot is None:
-                break
+        for position, slot in self._take_snapshots(own, start, end):
             own.snapshots.append((position, slot))
             pieces.append(StatePiece(read, slot, position - begin))
             read, begin = slot, position
@@ -114,6 +111,16 @@ class StateTables:
             pieces.append(StatePiece(read, own.slots[-1], position - begin))
             read, begin = own.slots[-1], position
         return pieces
+
+    def _take_snapshots(self, own: SequenceStates, start: int, end: int) -> list[tuple[int, int]]:
+        """Take slots for snapshots between tokens. If few are left over, the last snapshots get them: they save most."""
+        taken: list[tuple[int, int]] = []
+        for position in sorted((each for each in own.snapshot_ends if start < each < end), reverse=True):
+            slot = self._pool.take_left_over()
+            if slot is None:
+                break
+            taken.append((position, slot))
+        return taken[::-1]
 
     def advance(self, sequence: Sequence, start: int, end: int) -> None:
         """Note that tokens [start, end) are computed and their full blocks published. Keep the snapshots."""
@@ -163,9 +170,14 @@ class StateTables:
         return self._overlaps and sequence.num_in_flight == 1 and len(sequence.states.slots) == STATES_OF_ONE
 
     def _release_oldest(self, own: SequenceStates) -> None:
-        self._pool.give(own.slots.pop(0), is_promised=not own.is_first_shared)
-        own.num_promised += not own.is_first_shared
+        slot, is_own = own.slots.pop(0), not own.is_first_shared
+        self._pool.give(slot, is_promised=is_own)
+        own.num_promised += is_own
         own.is_first_shared = False
+        key = self._pool.key_of(slot)
+        # Offer the snapshots where chunks of a prompt ended. Those of generated tokens follow each other too fast.
+        if is_own and key is not None and key != own.newest_key:
+            self.on_snapshot(slot, key)
 
     def _key(self, sequence: Sequence, end: int) -> bytes:
         return self._blocks.key_of(sequence.block_ids[end // self._blocks.block_tokens - 1])

@@ -103,9 +103,9 @@ class BlockTables:
         num_held = sum(pool.num_holders(block_id) > 0 for block_id in matched[: beginning.num_blocks])
         if num_wanted > pool.num_free + num_held:
             return None
-        is_seated = self._states.seat(
-            sequence, beginning, num_matched=len(matched), num_shareable=num_shareable
-        )
+        # Later sequences may share what this one must run again for the logprobs of its prompt.
+        num_later = len(token_ids) - 1 if self._enable_prefix_caching else 0
+        is_seated = self._states.seat(sequence, beginning, num_matched=len(matched), num_shareable=num_later)
         return matched[: beginning.num_blocks] if is_seated else None
 
     def _is_short(self, sequence: Sequence, num_shareable: int, num_wanted: int) -> bool:
