@@ -79,6 +79,11 @@ class Request:
     cache_salt: str = ""  # requests with different ones share no cached prefix and no answer to draft from
     priority: int = 0  # lower runs first; for the order of equal ones see `scheduler.policy.roster`
     prefix_at: str = ""  # HOST:PORT of a rank of another node that probably has its prefix; "": none is known
+    # The rank releases the request with its next token, unless that ends it: another rank generates the rest of the answer.
+    hands_over: bool = False
+    # Another rank of the host is saving the blocks of this many first tokens to the tiers. The rank waits for them, for a bounded
+    # time.
+    num_awaited_tokens: int = 0
 
 
 class Logprobs(NamedTuple):
@@ -108,7 +113,10 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     error: str = ""
     num_draft_tokens: int = 0  # drafts tried in the step; all `token_ids` except the last were drafts
-    is_returned: bool = False  # the rank has released it and forgets it, after `Withdraw`
+    # The rank has released it and forgets it: after `Withdraw`, or with the token after which it hands the request over.
+    is_returned: bool = False
+    # First tokens of a request that the rank hands over that are, or will be, in the tiers.
+    num_saved_tokens: int = 0
 
     @property
     def num_tier_tokens(self) -> int:

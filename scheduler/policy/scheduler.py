@@ -130,7 +130,7 @@ class Scheduler:
         running, begins = self._roster.running, self._head_begins
         is_mid_prompt = bool(running) and running[-1].is_prefilling
         num_prefill = self._roster.num_prefill(self._max_num_batched_tokens, with_waiting=begins)
-        num_decodes = len(running) + sum(self._draft_limits(running))
+        num_decodes = sum(not each.request.hands_over for each in running) + sum(self._draft_limits(running))
         return NextStep(min(num_decodes, self._max_num_batched_tokens), begins or is_mid_prompt, num_prefill)
 
     @property
@@ -398,6 +398,7 @@ class Scheduler:
             if (
                 sequence.status is SequenceStatus.RUNNING
                 and not sequence.is_prefilling
+                and not sequence.request.hands_over  # its prompt's step samples the only token here
                 and not sequence.has_drafts_in_flight
                 and sequence.num_left(self._max_model_len) > sequence.num_pending
                 and self._tables.is_ready(sequence)
@@ -538,12 +539,15 @@ class Scheduler:
         reason: FinishReason | None,
         num_drafts: int,
     ) -> RequestOutput:
-        """Build the output for a sequence's new tokens. End the sequence if `reason` is given."""
+        """Build the output for a sequence's new tokens. End the sequence if `reason` is given, or hand it over."""
         error = ""
         if reason is FinishReason.ERROR:
             assert sequence.matcher is not None, "only a structure fails"
             error, token_ids, logprobs = sequence.matcher.failure or "", token_ids[:-1], logprobs[:-1]
-        if reason is not None:
+        is_handed_over, num_saved_tokens = reason is None and sequence.request.hands_over, 0
+        if is_handed_over:
+            num_saved_tokens = self._hand_over(sequence)
+        elif reason is not None:
             self._end(sequence)
         of_prompt, sequence.prompt_logprobs = sequence.prompt_logprobs, []
         num_before = sequence.num_prompt_tokens + len(sequence.request.replayed_ids)
@@ -561,13 +565,23 @@ class Scheduler:
             finish_reason=reason,
             error=error,
             num_draft_tokens=num_drafts,
+            is_returned=is_handed_over,
+            num_saved_tokens=num_saved_tokens,
         )
 
+    def _hand_over(self, sequence: Sequence) -> int:
+        """Release a sequence that another rank continues. Returns how many of its first tokens that rank can load."""
+        self._retire(sequence)
+        return self._tables.hand_over(sequence)
+
     def _end(self, sequence: Sequence) -> None:
+        self._retire(sequence)
+        self._tables.vacate(sequence)
+
+    def _retire(self, sequence: Sequence) -> None:
         self._roster.retire(sequence)
         if self._drafter is not None:
             self._drafter.forget(sequence)
-        self._tables.vacate(sequence)
 
     def _take_refused(self) -> list[RequestOutput]:
         refused, self._refused = self._refused, []

@@ -135,8 +135,9 @@ class Sequence:
     num_admissions: int = 0  # 2 and more after preemption
     num_looked: int = 0  # number of admissions before which its prefix was looked up in the tiers
     num_offered: int = 0  # of its first blocks, given to the tiers since its last admission
-    is_loading: bool = False  # its prefix is on the way from a tier or another node
+    is_loading: bool = False  # its prefix is on the way from a tier or another node, or to a tier
     fetch: FetchJob | None = None  # of its prefix from another node
+    num_awaited_tokens: int = 0  # as in its request, until it has waited for them
     num_cached_tokens: int = 0  # prompt tokens that the first admission found in the prefix cache
     num_host_tokens: int = 0  # prompt tokens loaded from host memory before the first admission
     num_disk_tokens: int = 0
@@ -159,6 +160,7 @@ class Sequence:
             request=request,
             token_ids=token_ids,
             num_prompt_tokens=len(request.prompt_ids),
+            num_awaited_tokens=request.num_awaited_tokens,
             rules=TokenRules.of(request.params),
             matcher=matcher,
         )
@@ -206,8 +208,9 @@ class Sequence:
         return range(max(start, len(self.prompt_logprobs)), min(end, self.num_prompt_tokens - 1))
 
     def ends_within(self, num_more_tokens: int, max_model_len: int) -> bool:
-        """Whether `num_more_tokens` more tokens reach max_tokens or the model's length."""
-        return self.num_left(max_model_len) <= num_more_tokens
+        """Whether the sequence leaves the rank within `num_more_tokens` more tokens, unless a stop token comes."""
+        is_handed_over = self.request.hands_over and num_more_tokens > 0
+        return is_handed_over or self.num_left(max_model_len) <= num_more_tokens
 
     def num_left(self, max_model_len: int) -> int:
         """Return how many more tokens may be generated before max_tokens or the model's length is reached.

@@ -81,7 +81,8 @@ class BlockTables:
         self._pool.share(matched)
         sequence.held_keys.clear()
         sequence.block_ids = matched
-        sequence.num_offered = len(matched)
+        # A hand-over needs all blocks in the tiers. Those of a cached prefix may have been replaced there.
+        sequence.num_offered = 0 if sequence.request.hands_over else len(matched)
         sequence.num_computed = sequence.num_planned = len(matched) * self._pool.block_tokens
         sequence.num_prefill_tokens = len(sequence.token_ids)
         sequence.num_admissions += 1
@@ -218,6 +219,31 @@ class BlockTables:
         elif self._states is not None:
             self._states.advance(sequence, start, end)
         sequence.num_computed = end
+
+    def hand_over(self, sequence: Sequence) -> int:
+        """Release a sequence that another rank continues. Its last step must be committed.
+
+        Returns:
+            The number of its first tokens that are, or will be, in the tiers together with the state after them.
+        """
+        tiers, size = self.tiers, self._pool.block_tokens
+        num_full = sequence.num_computed // size
+        if tiers is None or not self._enable_prefix_caching or not num_full:
+            self.vacate(sequence)
+            return 0
+        # The newest state at the end of a block is that of the last full block, or of the one before.
+        ends = [end for end in (num_full, num_full - 1) if end > 0]
+        keys = [self._pool.key_of(sequence.block_ids[end - 1]) for end in ends]
+        tiers.offer_blocks(
+            sequence, num_full, is_bounded=False
+        )  # it held them until now, and its next rank waits
+        self.vacate(sequence)
+        if self._states is None:
+            return sequence.num_offered * size
+        for end, key in zip(ends, keys, strict=True):
+            if end <= sequence.num_offered and tiers.keeps_state(key):
+                return end * size
+        return 0
 
     def vacate(self, sequence: Sequence) -> None:
         """Release the blocks of a sequence that no longer runs, or leave that to the commit of its last batch."""

@@ -11,6 +11,9 @@ the thread is done with them.
 
 If another node probably has a request's prefix, what this node lacks is fetched as soon as the request arrives. It holds no block.
 The fetched blocks are in host memory when the request is looked up.
+
+If another rank of the host hands a request over, its last blocks may still be on their way to the tiers. The request waits for
+them before it is looked up, at most `MOST_AWAIT_S`.
 """
 
 from collections import Counter
@@ -23,6 +26,7 @@ from kvcache.tiers.jobs import FetchJob, LoadJob, SaveJob
 from scheduler.policy.sequence import Sequence, SequenceStatus
 
 MOST_LOAD_S = 3.0  # also of a fetch
+MOST_AWAIT_S = 0.5
 SHARE_OF_SAVES = 4  # saves hold at most a fourth of the blocks, or of the slots
 
 
@@ -72,6 +76,13 @@ class _Fetching(NamedTuple):
     until_s: float
 
 
+class _Awaited(NamedTuple):
+    """What a sequence waits for."""
+
+    key: bytes  # of the last block that another rank is saving
+    until_s: float
+
+
 class TierTables:
     """The jobs of one rank's tiers. Only the scheduler's thread uses it."""
 
@@ -79,6 +90,8 @@ class TierTables:
         self._tiers, self._pool, self._states = tiers, pool, states
         self._loads: dict[LoadJob, _Loading] = {}
         self._fetches: dict[FetchJob, _Fetching] = {}
+        self._awaited: dict[Sequence, _Awaited] = {}
+        self._saved_states: set[bytes] = set()  # keys of states with open saves
         self._num_saves = {False: 0, True: 0}  # open ones: of blocks, and of states
         self._most_saves = {
             False: max(1, pool.num_blocks // SHARE_OF_SAVES),
@@ -90,9 +103,13 @@ class TierTables:
         """What the tiers did."""
         return self._tiers.figures
 
-    def offer_blocks(self, sequence: Sequence, num_published: int) -> None:
-        """SaveJob the sequence's first blocks, up to `num_published`, that were not offered before."""
-        while sequence.num_offered < num_published and self._num_saves[False] < self._most_saves[False]:
+    def offer_blocks(self, sequence: Sequence, num_published: int, *, is_bounded: bool = True) -> None:
+        """Save the sequence's first blocks, up to `num_published`, that were not offered before.
+
+        `is_bounded`: whether to leave out blocks if too many saves are open.
+        """
+        most_saves = self._most_saves[False] if is_bounded else self._pool.num_blocks
+        while sequence.num_offered < num_published and self._num_saves[False] < most_saves:
             block_id = sequence.block_ids[sequence.num_offered]
             if self._pool.pin(block_id):
                 self._num_saves[False] += 1
@@ -100,17 +117,18 @@ class TierTables:
             sequence.num_offered += 1
 
     def offer_last_blocks(self, sequence: Sequence) -> None:
-        """SaveJob what is left of a sequence that no longer runs. Count the blocks that find no room."""
+        """Save what is left of a sequence that no longer runs. Count the blocks that find no room."""
         num_published = sequence.num_computed // self._pool.block_tokens
         self.offer_blocks(sequence, num_published)
         self._tiers.note(num_dropped=max(0, num_published - sequence.num_offered))
 
     def offer_state(self, slot: int, key: bytes) -> None:
-        """SaveJob a published snapshot that no promise depends on."""
+        """Save a published snapshot that no promise depends on."""
         states = self._states
         assert states is not None, "the model keeps no states"
         if self._num_saves[True] < self._most_saves[True] and states.begin(slot, 0):
             self._num_saves[True] += 1
+            self._saved_states.add(key)
             self._tiers.save(SaveJob(slot, key, is_state=True))
 
     def fetch(self, sequence: Sequence, num_shareable: int, now_s: float) -> None:
@@ -140,6 +158,7 @@ class TierTables:
         self._fetches[fetch] = _Fetching(sequence, now_s + MOST_LOAD_S)
         self._tiers.fetch(fetch)
 
+MOST_AWAIT_S = 0.5
     def look(self, sequence: Sequence, num_shareable: int, num_spare: int, now_s: float) -> bool:
         """Begin to load what continues the sequence's cached prefix, if a tier has it. Returns whether it loads or is fetched.
 
@@ -155,8 +174,12 @@ class TierTables:
         pool, token_ids, root = self._pool, sequence.token_ids, sequence.root_key
         if pool.blocks_for(len(token_ids)) + num_spare > pool.num_free:
             return False  # it cannot start yet; it is looked up when it can
-        sequence.num_looked = sequence.num_admissions + 1
         num_blocks = num_shareable // pool.block_tokens
+        num_awaited = min(num_blocks, sequence.num_awaited_tokens // pool.block_tokens)
+        is_of_host = sequence.fetch is None  # a rank of another node saves for that node
+        if num_awaited and is_of_host and self._awaits(sequence, num_awaited, now_s):
+            return True
+        sequence.num_looked = sequence.num_admissions + 1
         matched = pool.match(token_ids[:num_shareable], root)
         if not num_blocks or (len(matched) == num_blocks and self._states is None):
             return False
@@ -176,6 +199,23 @@ class TierTables:
         sequence.is_loading = True
         self._tiers.load(load)
         return True
+
+    def _awaits(self, sequence: Sequence, num_blocks: int, now_s: float) -> bool:
+        """Let a sequence wait, once, until other ranks have saved its first blocks. Returns whether it waits."""
+        sequence.num_awaited_tokens = 0
+        pool, token_ids = self._pool, sequence.token_ids[: num_blocks * self._pool.block_tokens]
+        is_cached = self._states is None and len(pool.match(token_ids, sequence.root_key)) == num_blocks
+        key = pool.keys_of(token_ids, sequence.root_key)[-1]
+        if is_cached or self._has_both(key):
+            return False
+        self._awaited[sequence] = _Awaited(key, now_s + MOST_AWAIT_S)
+        sequence.is_loading = True
+        return True
+
+    def _has_both(self, key: bytes) -> bool:
+        """Whether a tier has a block, and the state after it if the model keeps states."""
+        has_state = self._states is None or self._tiers.has(key, is_state=True)
+        return has_state and self._tiers.has(key)
 
     def _find(self, keys: list[bytes], num_matched: int) -> LoadJob | None:
         """Return what to load after the first `num_matched` blocks of a prefix. None if no tier can add to it."""
@@ -203,6 +243,7 @@ class TierTables:
                 if not job.is_state:
                     self._pool.unpin(job.index)
                 elif self._states is not None:
+                    self._saved_states.discard(job.key)
                     self._states.give(job.index)
             elif isinstance(job, LoadJob):
                 self._end_load(job, self._loads.pop(job))
@@ -215,6 +256,10 @@ class TierTables:
             if now_s > until_s or sequence.status is SequenceStatus.ENDED:
                 fetch.is_unwanted, sequence.is_loading = True, False
                 del self._fetches[fetch]
+        for sequence, awaited in list(self._awaited.items()):
+            if now_s > awaited.until_s or self._has_both(awaited.key):
+                sequence.is_loading = False
+                del self._awaited[sequence]
 
     def _end_load(self, load: LoadJob, loading: _Loading) -> None:
         """Publish what was loaded, and release everything."""

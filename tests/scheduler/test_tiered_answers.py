@@ -1,5 +1,7 @@
-"""Tiers change no bit: not under constant eviction, not after a restart, and not for the rank that takes over a lost one's requests."""
+"""Tiers change no bit: not under constant eviction, not after a restart, and not for a rank that takes over requests, of a lost rank
+or of one that runs prompts only."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +102,51 @@ def test_a_restarted_service_finds_its_blocks_on_the_disk(
     outputs, second = serve_with_tiers(directory, requests(), **disk)
     assert collect(outputs) == alone
     assert first.disk_store_bytes > 0 and second.disk_hit_tokens > first.disk_hit_tokens
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_num_batched_tokens": 23, "max_num_seqs": 8},
+        {"speculative_config": DRAFTS},
+        pytest.param({"max_num_batched_tokens": 16, "max_num_seqs": 4}, marks=pytest.mark.slow),
+    ],
+    ids=["full batch", "chunks of 23", "drafts", "chunks of a block"],
+)
+def test_a_rank_continues_what_another_one_hands_over(
+    family: tuple[Path, Answers], settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """One after the other, with the same disk. The second computes less than a block of each prompt again."""
+    directory, alone = family
+    disk = {"kv_offloading_dir": str(tmp_path / "kv"), "kv_offloading_disk_bytes": HOST}
+    wanted = {each.request_id: each for each in requests()}
+
+    def run(given: list[Request]) -> list[RequestOutput]:
+        built = build(directory, max_model_len=160, **disk, **settings)
+        outputs = serve(built, given).outputs
+        built.engine.close()
+        built.scheduler.collect(0.0)
+        assert built.scheduler.stats.num_free_blocks == built.scheduler.stats.num_blocks
+        return outputs
+
+    first = run([replace(each, hands_over=True) for each in wanted.values()])
+    handed = {output.request_id: output for output in first if output.is_returned}
+    assert handed.keys() == wanted.keys() and all(len(each.token_ids) == 1 for each in handed.values())
+    second = run(
+        [
+            replace(
+                wanted[name], replayed_ids=tuple(each.token_ids), num_awaited_tokens=each.num_saved_tokens
+            )
+            for name, each in handed.items()
+        ]
+    )
+    assert collect([*first, *second]) == alone
+    begun = {output.request_id: output for output in reversed(second) if output.token_ids}
+    for name, request_ in wanted.items():
+        num_prompt = len(request_.prompt_ids)
+        assert num_prompt - begun[name].num_cached_tokens == num_prompt % 16
+        assert handed[name].num_saved_tokens == num_prompt - num_prompt % 16
 
 
 def test_the_comparison_sees_a_wrong_block(tmp_path: Path) -> None:

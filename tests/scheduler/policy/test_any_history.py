@@ -1,6 +1,7 @@
 """Under any events, a request gets its output as if alone, exactly once, and every block is returned."""
 
 import random
+from dataclasses import replace
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -82,12 +83,30 @@ class SchedulerMachine(RuleBasedStateMachine):
             overlaps=overlaps and not num_drafts,
         )
         self.rank = PlannedRank(pool, scheduler, batched, states, rotary_limit)
+        self.rank.on_hand_over = self._submit_handed_over
         if tiers_seed is not None and caching:
             self.rank.tiers = FakeTiers(self.rank, tiers_seed)
             scheduler.use_tiers(self.rank.tiers)
         self.requests: list[Request] = []
         self.replayed: dict[str, tuple[int, ...]] = {}  # of requests that were withdrawn
         self.now_s = 0.0
+
+    def _submit_handed_over(self, output: RequestOutput) -> None:
+        """Continue a request that the rank handed over, on the same rank."""
+        name = output.request_id
+        assert output.finish_reason is None and len(output.token_ids) == 1
+        request = next(each for each in self.requests if each.request_id == name)
+        delivered = (*request.replayed_ids, *self.rank.tokens_of(name))
+        assert output.num_saved_tokens < len(request.prompt_ids) + len(delivered)
+        self.replayed[name] = delivered
+        self.rank.scheduler.add(
+            replace(
+                request,
+                replayed_ids=delivered,
+                hands_over=name.endswith("1"),  # such a request is handed over after every token
+                num_awaited_tokens=output.num_saved_tokens,
+            )
+        )
 
     @rule(
         family=st.integers(0, 1),
@@ -102,6 +121,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.sampled_from([0, 0, 1, -1]),
         key_id=st.sampled_from("abc"),
         prefix_at=st.sampled_from(["", "peer:1"]),
+        hands_over=st.booleans(),
     )
     def add(
         self,
@@ -117,6 +137,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority: int,
         key_id: str,
         prefix_at: str,
+        hands_over: bool,
     ) -> None:
         prompt_ids = tuple([family] * num_shared + tail)
         request = Request(
@@ -133,6 +154,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             priority=priority,
             key_id=key_id,
             prefix_at=prefix_at,
+            hands_over=hands_over,
         )
         if len(prompt_ids) <= self.max_model_len:
             tokens, _ = serve_alone(request, self.max_model_len)

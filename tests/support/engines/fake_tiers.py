@@ -15,14 +15,17 @@ from tests.support.models.fake_model import PlannedRank
 class FakeTiers:
     """A `KeepsTiers`. `finished` ends some of the open jobs, in order within each kind of job."""
 
-    def __init__(self, rank: PlannedRank, seed: int, *, loss: float = 0.2) -> None:
+    def __init__(
+        self, rank: PlannedRank, seed: int, *, loss: float = 0.2, shared: "FakeTiers | None" = None
+    ) -> None:
+        """`shared`: tiers of another rank of the host, with the same records."""
         self.rank, self._random, self._loss = rank, random.Random(seed), loss
         self.figures = TierFigures()
         self.generation = 0
         self.is_prompt = False  # end all jobs at once
         self.chance = 0.5  # that `finished` ends the next job, otherwise
-        self._blocks: dict[bytes, Any] = {}
-        self._states: dict[bytes, list[int]] = {}
+        self._blocks: dict[bytes, Any] = shared._blocks if shared else {}
+        self._states: dict[bytes, list[int]] = shared._states if shared else {}
         self._saves: list[tuple[SaveJob, Any]] = []  # with the content when the save was ordered
         self._loads: list[LoadJob] = []
         self._fetches: list[FetchJob] = []

@@ -6,6 +6,7 @@ its block table. A row that is lost, shared incorrectly or overwritten is detect
 
 import hashlib
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +72,7 @@ class PlannedRank:
         self.launched: deque[Launched] = deque()
         self.outputs: dict[str, list[RequestOutput]] = {}
         self.tiers: Any = None  # a `FakeTiers`, if the scheduler uses one
+        self.on_hand_over: Callable[[RequestOutput], None] = lambda _output: None
         self.num_scored = 0  # prompt tokens whose logprobs were computed
         # (block, row) -> (position, token), and whether the row was computed as part of a long sequence.
         self._rows: dict[tuple[int, int], tuple[int, int]] = {}
@@ -99,6 +101,8 @@ class PlannedRank:
             earlier = self.outputs.setdefault(output.request_id, [])
             assert all(one.finish_reason is None for one in earlier), "output was delivered after the end"
             earlier.append(output)
+            if output.is_returned and output.token_ids:
+                self.on_hand_over(output)
 
     def plan(self, prefill_budget: int | None = None, now_s: float = 0.0) -> StepBatch:
         promised = self.scheduler.next_step.num_decodes
@@ -124,13 +128,13 @@ class PlannedRank:
 
     def drain(self, max_steps: int = 5000) -> None:
         """Step until no work is left."""
-        for _ in range(max_steps):
+        for number in range(max_steps):
             if self.launched:
                 self.finish()
             elif self.scheduler.has_work:
                 self.collect(self.scheduler.expire(float("-inf")))
-                batch = self.plan()
-                waits = self.tiers is not None and self.tiers.num_open > 0
+                batch = self.plan(now_s=float(number))
+                waits = bool(self.scheduler._roster.loading) or (self.tiers and self.tiers.num_open > 0)
                 assert batch.items or waits or not self.scheduler.has_work, (
                     "no step is planned although work is left"
                 )

@@ -1,0 +1,184 @@
+"""A rank releases a request with its first token, and another rank of the host continues it from the tiers."""
+
+from dataclasses import replace
+
+import pytest
+
+from kvcache.blocks import BlockPool
+from kvcache.states import StatePool
+from scheduler.policy.request import Request, RequestOutput
+from scheduler.policy.scheduler import Scheduler
+from scheduler.policy.tier_tables import MOST_AWAIT_S
+from tests.scheduler.policy.test_tier_tables import ask
+from tests.support.engines.fake_tiers import FakeTiers
+from tests.support.engines.policy_cases import BLOCK_TOKENS, rank_of, request_of, step
+from tests.support.models.fake_model import PlannedRank, serve_alone
+
+LENGTH = 96
+
+
+def rank_of_host(
+    *, states: int = 0, batched: int = 32, other: PlannedRank | None = None, num_blocks: int = 24
+) -> PlannedRank:
+    """Return a rank with tiers that do their jobs at once. `other`: a rank that shares the host's records."""
+    pool, slots = BlockPool(num_blocks, BLOCK_TOKENS), StatePool(states) if states else None
+    scheduler = Scheduler(
+        pool, max_num_seqs=4, max_num_batched_tokens=batched, max_model_len=LENGTH, states=slots
+    )
+    rank = PlannedRank(pool, scheduler, batched, slots)
+    rank.tiers = FakeTiers(rank, 1, loss=0.0, shared=other.tiers if other else None)
+    rank.tiers.chance = 1.0
+    scheduler.use_tiers(rank.tiers)
+    return rank
+
+
+def prompt_of(length: int) -> list[int]:
+    return [1 + (3 * each) % 6 for each in range(length)]
+
+
+def begin(rank: PlannedRank, request: Request) -> RequestOutput:
+    """Run a request that hands over to its release."""
+    rank.scheduler.add(replace(request, hands_over=True))
+    rank.drain()
+    output = rank.outputs[request.request_id][-1]
+    assert output.is_returned and len(output.token_ids) == 1 and output.finish_reason is None
+    return output
+
+
+def go_on(rank: PlannedRank, request: Request, output: RequestOutput) -> int:
+    """Serve the rest of a request at another rank. Returns the number of tokens that this rank computed again."""
+    first = tuple(output.token_ids)
+    rank.scheduler.add(replace(request, replayed_ids=first, num_awaited_tokens=output.num_saved_tokens))
+    rank.drain()
+    assert [*first, *rank.tokens_of(request.request_id)] == serve_alone(request, LENGTH)[0]
+    return len(request.prompt_ids) + 1 - rank.outputs[request.request_id][0].num_cached_tokens
+
+
+@pytest.mark.parametrize("length", [3, 4, 5, 31, 32, 33, 63, 64, 65])
+@pytest.mark.parametrize("batched", [8, 9, 32, 80])
+def test_the_next_rank_computes_less_than_a_block_again(length: int, batched: int) -> None:
+    first = rank_of_host(batched=batched)
+    second = rank_of_host(other=first)
+    request = ask("r", prompt_of(length), max_tokens=9)
+    output = begin(first, request)
+    assert output.num_saved_tokens == length // BLOCK_TOKENS * BLOCK_TOKENS
+    assert go_on(second, request, output) == length % BLOCK_TOKENS + 1
+    assert first.scheduler.stats.num_running == 0
+
+
+@pytest.mark.parametrize("length", [3, 4, 5, 31, 32, 33, 63, 64, 65])
+@pytest.mark.parametrize("batched", [8, 9, 32, 80])
+def test_with_states_it_computes_at_most_two_blocks_again(length: int, batched: int) -> None:
+    first = rank_of_host(batched=batched, states=12)
+    second = rank_of_host(other=first, states=12)
+    request = ask("r", prompt_of(length), max_tokens=9)
+    output = begin(first, request)
+    assert go_on(second, request, output) == length - output.num_saved_tokens + 1
+    assert length - output.num_saved_tokens < BLOCK_TOKENS or length < BLOCK_TOKENS
+
+
+def test_a_cached_prefix_that_the_tiers_lost_is_saved_again() -> None:
+    first = rank_of_host()
+    second = rank_of_host(other=first)
+    begin(first, ask("before", prompt_of(33)))
+    first.tiers._blocks.clear()
+    request = ask("r", prompt_of(35), max_tokens=5)
+    output = begin(first, request)
+    assert first.outputs["r"][-1].num_cached_tokens == 32
+    assert go_on(second, request, output) == 4
+
+
+def test_a_token_that_ends_the_request_ends_it_and_hands_nothing_over() -> None:
+    rank = rank_of_host()
+    rank.scheduler.add(replace(ask("r", prompt_of(9), max_tokens=1), hands_over=True))
+    rank.drain()
+    (output,) = rank.outputs["r"]
+    assert output.finish_reason is not None and not output.is_returned
+
+
+def test_a_seat_is_free_in_the_step_after_the_first_token() -> None:
+    rank = rank_of(seqs=1)
+    for name in "ab":
+        rank.scheduler.add(replace(request_of(name, 5), hands_over=True))
+    assert step(rank) == [("a", 0, 5, True)]
+    assert rank.outputs["a"][-1].is_returned
+    assert rank.scheduler.next_step.num_decodes == 0
+    assert step(rank) == [("b", 0, 5, True)]
+
+
+def test_no_decode_is_planned_behind_a_prompt_in_flight() -> None:
+    rank = rank_of()
+    rank.scheduler.add(replace(request_of("a", 5), hands_over=True))
+    rank.plan()
+    assert not rank.plan().items
+    rank.drain()
+
+
+def test_without_tiers_the_next_rank_waits_for_nothing() -> None:
+    first, second = rank_of(length=LENGTH), rank_of(length=LENGTH)
+    request = request_of("a", 21)
+    output = begin(first, request)
+    assert output.num_saved_tokens == 0
+    assert go_on(second, request, output) == 22
+
+
+def test_a_request_waits_for_blocks_that_are_being_saved_and_others_pass_it() -> None:
+    first = rank_of_host()
+    second = rank_of_host(other=first)
+    request = ask("r", prompt_of(33), max_tokens=4)
+    first.scheduler.add(replace(request, hands_over=True))
+    first.tiers.chance = 0.0  # nothing is saved yet
+    first.plan()
+    first.finish()
+    first.plan()
+    first.finish()
+    output = first.outputs["r"][-1]
+    assert output.is_returned and first.tiers.num_open > 0
+    second.scheduler.add(
+        replace(request, replayed_ids=tuple(output.token_ids), num_awaited_tokens=output.num_saved_tokens)
+    )
+    second.scheduler.add(ask("passes", [6, 5, 6]))
+    batch = second.plan(now_s=10.0)
+    assert [item.sequence.request.request_id for item in batch.items] == ["passes"]
+    second.finish()
+    first.tiers.chance = 1.0
+    first.scheduler.collect(0.0)
+    assert not any(
+        item.sequence.request.request_id == "r" for item in second.plan(now_s=10.1).items
+    )  # it loads
+    assert [
+        item.start for item in second.plan(now_s=10.2).items if item.sequence.request.request_id == "r"
+    ] == [output.num_saved_tokens]
+    second.drain()
+
+
+def test_it_waits_for_a_bounded_time_only_and_once() -> None:
+    rank = rank_of_host()
+    request = ask("r", prompt_of(33), max_tokens=4)
+    expected, _ = serve_alone(request, LENGTH)
+    rank.scheduler.add(replace(request, replayed_ids=(expected[0],), num_awaited_tokens=32))
+    assert not rank.plan(now_s=5.0).items
+    assert not rank.plan(now_s=5.0 + MOST_AWAIT_S).items
+    assert [item.start for item in rank.plan(now_s=5.1 + MOST_AWAIT_S).items] == [0]
+    rank.finish()
+    rank.drain()
+    assert rank.tokens_of("r") == expected[1:]
+
+
+def test_an_aborted_request_waits_no_longer() -> None:
+    rank = rank_of_host()
+    rank.scheduler.add(replace(ask("r", prompt_of(33)), num_awaited_tokens=32))
+    assert not rank.plan(now_s=5.0).items and rank.scheduler.stats.num_waiting == 1
+    assert rank.scheduler.abort("r") is not None
+    assert not rank.scheduler.has_work
+    rank.drain()
+
+
+def test_prompt_logprobs_go_with_the_first_token_and_are_not_computed_again() -> None:
+    first = rank_of_host()
+    second = rank_of_host(other=first)
+    request = ask("r", prompt_of(33), max_tokens=5, num_prompt_logprobs=0)
+    output = begin(first, request)
+    assert len(output.prompt_logprobs) == 32
+    assert go_on(second, request, output) == 2
+    assert second.num_scored == 0
