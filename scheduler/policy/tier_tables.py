@@ -176,8 +176,7 @@ MOST_AWAIT_S = 0.5
             return False  # it cannot start yet; it is looked up when it can
         num_blocks = num_shareable // pool.block_tokens
         num_awaited = min(num_blocks, sequence.num_awaited_tokens // pool.block_tokens)
-        is_of_host = sequence.fetch is None  # a rank of another node saves for that node
-        if num_awaited and is_of_host and self._awaits(sequence, num_awaited, now_s):
+        if num_awaited and self._awaits(sequence, num_awaited, now_s):
             return True
         sequence.num_looked = sequence.num_admissions + 1
         matched = pool.match(token_ids[:num_shareable], root)

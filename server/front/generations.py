@@ -110,6 +110,7 @@ class Generation:
         self.asker = NOBODY
         self.num_moves = 0  # number of times that a rank released it, except draining ranks
         self.is_resuming = False  # whether it has tokens and waits for the first one after a move
+        self.is_handed_over = False  # whether that move was a hand-over
         self.num_tokens = 0
         self.num_draft_tokens = self.num_accepted_tokens = 0
         self.num_cached_tokens = 0

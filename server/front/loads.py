@@ -1,15 +1,20 @@
-"""The requests at each rank, as the front counts them: remaining tokens, seats, free blocks, and which ranks serve.
+"""The requests at each rank, as the front counts them: remaining tokens, seats, free blocks, roles, and which ranks serve.
+
+A prefill rank runs a prompt and hands the request over to a rank that decodes, which is chosen and charged beforehand.
 
 `MovePlans` and `Router` decide with these figures. A pure state machine without IO or clock.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 
 from scheduler.policy.request import RankStats
 from server.front.prefixes import PrefixMemory
+from server.options.pools import Role
 
 EXPECTED_OUTPUT_TOKENS = 256  # upper bound of the charge for max_tokens: its default is the whole context
 # Prompt tokens that weigh as much as a step in which all running requests get a token; measured: docs/LOG.md.
@@ -24,6 +29,7 @@ class MoveCause(Enum):
     QUEUE = "queue"  # it waits, and could begin elsewhere
     MEMORY = "memory"  # it runs, and its rank is short of blocks
     DRAIN = "drain"  # its rank is draining
+    HAND_OVER = "hand_over"  # its rank runs prompts only
 
 
 @dataclass(slots=True)
@@ -43,17 +49,25 @@ class RequestLoad:
     waits: bool = True  # until the rank reports otherwise
     cause: MoveCause | None = None  # why it moves, once its rank has the withdrawal; None if it stays
     target: int | None = None  # the rank with a place reserved for it, if it moves
+    next_rank: int | None = (
+        None  # the rank that generates the answer, if the present one hands the request over
+    )
 
     @property
     def num_tokens(self) -> int:
         """Tokens that the rank still has to run for the request."""
-        return self.prompt_tokens + self.output_tokens
+        return self.prompt_tokens + (self.output_tokens if self.next_rank is None else 0)
+
+    @property
+    def grown_tokens(self) -> int:
+        """Tokens of the request, and those that it will probably generate."""
+        return self.context_tokens + min(self.most_tokens, EXPECTED_OUTPUT_TOKENS)
 
     @property
     def room_tokens(self) -> int:
         """Tokens for which another rank needs free blocks: those of the prompt, or, once it has begun, also those that it will
         probably generate."""
-        return self.context_tokens + (0 if self.waits else min(self.most_tokens, EXPECTED_OUTPUT_TOKENS))
+        return self.context_tokens if self.waits else self.grown_tokens
 
 
 @dataclass(slots=True)
@@ -62,6 +76,24 @@ class RankRoom:
 
     seats: int
     tokens: int  # that fit into its free blocks
+
+    def fits(self, num_tokens: int) -> bool:
+        """Return whether there is a seat and blocks for a request with this many tokens."""
+        return self.seats > 0 and self.tokens >= num_tokens
+
+    def take(self, num_tokens: int) -> None:
+        """Reserve a seat and blocks."""
+        self.seats -= 1
+        self.tokens -= num_tokens
+
+
+class PoolLoad(NamedTuple):
+    """The load of some ranks."""
+
+    num_ranks: int  # that serve
+    num_requests: int
+    prompt_steps: float  # steps that the outstanding prompts take, per serving rank
+    kv_usage: float  # share of the KV blocks in use, 0 to 1
 
 
 class RankLoads:
@@ -76,9 +108,13 @@ class RankLoads:
         self._step_tokens = np.full(num_ranks, USUAL_STEP_TOKENS)
         self._is_available = np.ones(num_ranks, dtype=bool)
         self._is_draining = np.zeros(num_ranks, dtype=bool)
+        self._runs_prompts = np.ones(num_ranks, dtype=bool)  # by their roles
+        self._runs_decodes = np.ones(num_ranks, dtype=bool)
+        self._num_coming = np.zeros(num_ranks, dtype=np.int64)  # requests that other ranks will hand over
         self._has_preempted: set[int] = set()  # ranks with requests that wait since a preemption
         self._loads: dict[str, RequestLoad] = {}  # in order of arrival
         self._block_tokens: dict[int, int] = {}  # by rank, once reported
+        self._hosts = [""] * num_ranks
         self._stats: dict[int, RankStats] = {}  # by rank, the last report
         self._prefixes = PrefixMemory()
 
@@ -112,6 +148,15 @@ class RankLoads:
         """Make a draining rank an ordinary one again."""
         self._is_draining[rank] = False
 
+    def set_role(self, rank: int, role: Role) -> None:
+        """Set which part of requests a rank runs. Those that it decodes move away if it no longer decodes."""
+        self._runs_prompts[rank], self._runs_decodes[rank] = role is not Role.DECODE, role is not Role.PREFILL
+
+    @property
+    def _are_alike(self) -> bool:
+        """Whether every rank runs prompts and decodes."""
+        return bool(self._runs_prompts.all() and self._runs_decodes.all())
+
     def is_available(self, rank: int) -> bool:
         """Return whether a rank serves, draining or not."""
         return bool(self._is_available[rank])
@@ -143,6 +188,16 @@ class RankLoads:
         receivers: np.ndarray = self._is_available & ~self._is_draining
         return receivers if receivers.any() else self._is_available
 
+    def _takers(self, runs_it: np.ndarray) -> np.ndarray:
+        """Return the ranks that may get a part of a request: [ranks] bool. If no rank for that part serves, all others do it.
+
+        Args:
+            runs_it: [ranks] bool. The ranks with a role for this part.
+        """
+        receivers = self._receivers()
+        takers: np.ndarray = receivers & runs_it
+        return takers if takers.any() else receivers
+
     def begin(self, request_id: str) -> None:
         """Record that a rank has begun a request. It stays there if it was to move because it waited."""
         load = self._loads.get(request_id)
@@ -157,7 +212,11 @@ class RankLoads:
         if load is None or num_tokens == 0:
             return
         spent = min(num_tokens, load.output_tokens)
-        self._outstanding[load.rank] -= load.prompt_tokens + spent
+        if load.next_rank is None:
+            self._outstanding[load.rank] -= load.prompt_tokens + spent
+        else:
+            self._outstanding[load.rank] -= load.prompt_tokens
+            self._outstanding[load.next_rank] -= spent
         load.prompt_tokens = 0
         load.output_tokens -= spent
         load.context_tokens += num_tokens
@@ -167,15 +226,46 @@ class RankLoads:
         """Remove a request's remaining load from its rank. Does nothing for an unknown request."""
         load = self._loads.pop(request_id, None)
         if load is not None:
-            self._outstanding[load.rank] -= load.num_tokens
-            self._num_open[load.rank] -= 1
+            self._count(load, -1)
+
+    def _count(self, load: RequestLoad, sign: int) -> None:
+        """Add a request to the figures of its ranks, or subtract it."""
+        self._outstanding[load.rank] += sign * load.num_tokens
+        self._num_open[load.rank] += sign
+        if load.next_rank is not None:
+            self._outstanding[load.next_rank] += sign * load.output_tokens
+            self._num_coming[load.next_rank] += sign
+
+    def load_of(self, ranks: Collection[int]) -> PoolLoad:
+        """Return the load of some ranks."""
+        serving = [rank for rank in ranks if self._is_available[rank]]
+        prompt_tokens = sum(load.prompt_tokens for load in self._loads.values() if load.rank in ranks)
+        stats = [self._stats[rank] for rank in serving if rank in self._stats]
+        num_blocks = sum(each.num_blocks for each in stats)
+        num_free = sum(each.num_free_blocks for each in stats)
+        return PoolLoad(
+            len(serving),
+            int(self._num_open[list(ranks)].sum()),
+            prompt_tokens / max(1, int(self._step_tokens[serving].sum())),
+            1 - num_free / num_blocks if num_blocks else 0.0,
+        )
 
     def note_size(
-        self, rank: int, *, seats: int, block_tokens: int, step_tokens: int = USUAL_STEP_TOKENS
+        self,
+        rank: int,
+        *,
+        seats: int,
+        block_tokens: int,
+        step_tokens: int = USUAL_STEP_TOKENS,
+        host: str = "",
     ) -> None:
-        """Record a rank's number of seats (requests that run at once), tokens per block, and most tokens per step."""
+        """Record a rank's number of seats (requests that run at once), tokens per block, most tokens per step, and host."""
         self._seats[rank], self._block_tokens[rank] = seats, block_tokens
-        self._step_tokens[rank] = step_tokens
+        self._step_tokens[rank], self._hosts[rank] = step_tokens, host
+
+    def share_host(self, rank: int, other: int) -> bool:
+        """Return whether two ranks share host memory, so that one can load what the other has computed."""
+        return self._hosts[rank] == self._hosts[other]
 
     def note_stats(self, stats: RankStats) -> None:
         """Record a rank's state after a step."""
@@ -186,11 +276,12 @@ class RankLoads:
             self._has_preempted.discard(stats.rank)
         self._stats[stats.rank] = stats
 
-    def _rooms(self, *, with_queues: bool = False) -> dict[int, RankRoom]:
+    def _rooms(self, *, with_queues: bool = False, without_coming: bool = False) -> dict[int, RankRoom]:
         """Return the ranks that may get requests, with the room that is left after submitted and planned ones.
 
         Args:
             with_queues: Include ranks with waiting requests. Requests that have begun precede those.
+            without_coming: Ignore the places of requests that still run their prompts elsewhere.
         """
         rooms, receivers = {}, self._receivers()
         for rank, stats in sorted(self._stats.items()):
@@ -200,13 +291,22 @@ class RankLoads:
                 free_blocks = stats.num_free_blocks - stats.num_running - 1
                 rooms[rank] = RankRoom(int(self._seats[rank]) - stats.num_running, free_blocks * block_tokens)
         for load in self._loads.values():
+            coming = None if load.waits or without_coming else load.next_rank
+            if coming is not None and coming in rooms:
+                rooms[coming].take(load.grown_tokens)
             rank = load.rank if load.target is None else load.target
             if rank not in rooms or not (load.waits or load.target is not None):
                 continue
             if load.is_resumed or load.target is not None or not self._stats[rank].num_waiting:
-                rooms[rank].seats -= 1
-                rooms[rank].tokens -= load.room_tokens
+                rooms[rank].take(load.room_tokens)
         return rooms
+
+    def _with_room(self, ranks: np.ndarray, rooms: dict[int, RankRoom], num_tokens: int) -> np.ndarray:
+        """Return those of some ranks with room for a request, and those that have not reported yet: [ranks] bool."""
+        has_room = ranks.copy()
+        for rank in np.flatnonzero(ranks).tolist():
+            has_room[rank] = rooms[rank].fits(num_tokens) if rank in rooms else rank not in self._stats
+        return has_room
 
     def _seat_tokens(self, num_before: np.ndarray) -> np.ndarray:
         """Return the cost of waiting for a seat on each rank, in tokens. One running request ends every

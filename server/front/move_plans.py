@@ -4,6 +4,8 @@ The length of answers is unknown in advance, so queues drift apart; a rank that 
 begun costs nothing to move, and moves to a rank where it can begin at once. A rank that is short of blocks gives its newest
 running requests to a rank with room instead of preempting them (Llumnix, arXiv 2406.03243). All requests of a draining rank
 move. A new rank is assumed to compute a moved request's tokens again, except a prefix that it holds.
+
+Roles are kept: a waiting prompt moves to ranks that run prompts, and a running request to ranks that decode.
 """
 
 from collections import Counter
@@ -79,11 +81,15 @@ class MovePlans(RankLoads):
         num_fresh = Counter(load.rank for load in loads if load.waits)
         preempted = {rank for rank in self._has_preempted if self._stats[rank].num_waiting > num_fresh[rank]}
         short = self._short_ranks(preempted)
-        rooms = {rank: room for rank, room in (self._rooms() if short else {}).items() if rank not in short}
+        rooms = (
+            {rank: room for rank, room in self._rooms_to_decode().items() if rank not in short}
+            if short
+            else {}
+        )
         if not rooms:
             return moves
         for load in self._loads.values():
-            if load.rank in rooms:
+            if load.rank in rooms and load.next_rank is None:
                 rooms[load.rank].tokens -= load.output_tokens
         giving = {load.rank for load in self._loads.values() if load.cause is MoveCause.MEMORY}
         for rank in sorted(short - giving):
@@ -107,9 +113,13 @@ class MovePlans(RankLoads):
     ) -> int:
         """Reserve a place for a request that will move. Returns its present rank."""
         load.cause, load.target = cause, target
-        rooms[target].seats -= 1
-        rooms[target].tokens -= load.room_tokens
+        rooms[target].take(load.room_tokens)
         return load.rank
+
+    def _rooms_to_decode(self, *, with_queues: bool = False) -> dict[int, RankRoom]:
+        """Return `_rooms` of the ranks that may get requests to decode."""
+        takers = self._takers(self._runs_decodes)
+        return {rank: room for rank, room in self._rooms(with_queues=with_queues).items() if takers[rank]}
 
     def _short_ranks(self, preempted: Collection[int]) -> set[int]:
         """Return the ranks that lack blocks: they have preempted, will soon, or have a seat for a waiting request but no blocks.
@@ -136,11 +146,7 @@ class MovePlans(RankLoads):
 
     def _least_urgent(self, rank: int) -> list[tuple[str, RequestLoad]]:
         """Return a rank's requests that have begun and stay, in the order in which it would preempt them."""
-        begun = [
-            each
-            for each in reversed(self._loads.items())
-            if each[1].rank == rank and not each[1].waits and each[1].cause is None
-        ]
+        begun = [each for each in reversed(self._loads.items()) if each[1].rank == rank and _stays(each[1])]
         return sorted(begun, key=lambda each: -each[1].priority)
 
     def plan_drains(self) -> dict[str, int]:
@@ -149,27 +155,51 @@ class MovePlans(RankLoads):
         As `plan_moves`. Requests that wait go wherever `pick` sends them. A rank gets as many running ones at a time as it
         computes in one step, so that a stream pauses for its own tokens and not for those of the streams before it.
         """
-        moves: dict[str, int] = {}
         if not self._is_draining.any() or not (self._is_available & ~self._is_draining).any():
+            return {}
+        leaving = [(name, load) for name, load in self._loads.items() if self._is_draining[load.rank]]
+        moves = {}
+        for request_id, load in leaving:
+            if load.waits and load.cause is None:
+                load.cause, moves[request_id] = MoveCause.DRAIN, load.rank
+        return moves | self._plan_running(leaving, MoveCause.DRAIN)
+
+    def plan_hand_overs(self) -> dict[str, int]:
+        """Choose requests that prefill ranks decode, as far as other ranks have room for them now. As `plan_drains`.
+
+        They stayed because no rank had room, or because their rank's role has changed. None of them moves back.
+        """
+        if not (self._receivers() & self._runs_decodes).any():
+            return {}
+        loads = self._loads.items() if not self._are_alike else ()
+        return self._plan_running(
+            [(name, load) for name, load in loads if not self._runs_decodes[load.rank]], MoveCause.HAND_OVER
+        )
+
+    def _plan_running(self, leaving: Sequence[tuple[str, RequestLoad]], cause: MoveCause) -> dict[str, int]:
+        """Choose those of some requests that have begun and that other ranks have room for, and reserve their places."""
+        moves: dict[str, int] = {}
+        leaving = [(request_id, load) for request_id, load in leaving if _stays(load)]
+        if not leaving:
             return moves
-        rooms = self._rooms(with_queues=True)
+        rooms = self._rooms_to_decode(with_queues=True)
         coming: Counter[int] = Counter()  # by rank: tokens of begun requests that have not begun there yet
         for load in self._loads.values():
             if load.target is not None or (load.waits and load.is_resumed):
                 coming[load.rank if load.target is None else load.target] += load.context_tokens
-        for request_id, load in self._loads.items():
-            if not self._is_draining[load.rank] or load.cause is not None:
-                continue
-            if load.waits:
-                load.cause, moves[request_id] = MoveCause.DRAIN, load.rank
-                continue
+        for request_id, load in leaving:
             most = self._step_tokens - load.context_tokens
             free = {rank: room for rank, room in rooms.items() if coming[rank] <= max(0, most[rank])}
             target = _roomiest(free, load)
-            if target is not None:
+            if target is not None and target != load.rank:
                 coming[target] += load.context_tokens
-                moves[request_id] = self._reserve(load, target, MoveCause.DRAIN, rooms)
+                moves[request_id] = self._reserve(load, target, cause, rooms)
         return moves
+
+    def _has_part(self, load: RequestLoad) -> np.ndarray:
+        """Return the ranks with a role for the part of a waiting request that its present rank runs: [ranks] bool."""
+        is_resumed = load.is_resumed and self._runs_decodes[load.rank]
+        return self._runs_decodes if is_resumed or not self._runs_prompts[load.rank] else self._runs_prompts
 
     def _in_order_of_begin(self, ranks: Collection[int]) -> list[tuple[str, RequestLoad]]:
         """Return requests that wait at some ranks: the most urgent first, then alternating keys, in order of arrival."""
@@ -186,7 +216,7 @@ class MovePlans(RankLoads):
         self, load: RequestLoad, prompt_ids: Sequence[int], rooms: Mapping[int, RankRoom], before: np.ndarray
     ) -> int | None:
         """Return the rank where a waiting request would begin soonest, or None if it would gain too little."""
-        fitting = _fitting(rooms, load)
+        fitting = [rank for rank in _fitting(rooms, load) if self._has_part(load)[rank]]
         if not fitting or load.num_moves >= MAX_MOVES:
             return None
         held = self._prefixes.held_tokens(prompt_ids)
@@ -196,9 +226,14 @@ class MovePlans(RankLoads):
         return target if gain >= MOVE_GAIN_TOKENS else None
 
 
+def _stays(load: RequestLoad) -> bool:
+    """Return whether a request has begun and neither moves nor will be handed over."""
+    return not load.waits and load.cause is None and load.next_rank is None
+
+
 def _fitting(rooms: Mapping[int, RankRoom], load: RequestLoad) -> list[int]:
     """Return the ranks with a seat and blocks for a request."""
-    return [rank for rank, room in rooms.items() if room.seats > 0 and room.tokens >= load.room_tokens]
+    return [rank for rank, room in rooms.items() if room.fits(load.room_tokens)]
 
 
 def _roomiest(rooms: Mapping[int, RankRoom], load: RequestLoad) -> int | None:

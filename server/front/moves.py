@@ -69,6 +69,7 @@ class Moves:
         router = self._router
         for cause, moves in (
             (MoveCause.DRAIN, router.plan_drains()),
+            (MoveCause.HAND_OVER, router.plan_hand_overs()),
             (MoveCause.QUEUE, router.plan_moves(self._prompt_of)),
             (MoveCause.MEMORY, router.plan_relief(self._prompt_of)),
         ):

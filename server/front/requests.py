@@ -8,6 +8,7 @@ another rank generate the same rest of the answer. Without a rank they wait, and
 Requests move between ranks (`moves`): one that waits while another rank has room, and one that runs if its rank is short of
 blocks or draining. The front withdraws it and submits it again with its delivered tokens, so the other rank generates the same
 rest of the answer. Until its rank has released it, it counts as being there, also if its client leaves or that rank is lost.
+A prefill rank releases a request by itself, with its first token, and another rank generates the rest of the answer.
 
 A client may limit the number of an answer's choices that are at ranks at once (lines of batches do). The others are held here
 and follow one by one.
@@ -71,6 +72,10 @@ class RequestCounts(Protocol):
 
     def note_pause(self, rank: int, seconds: float) -> None:
         """Record the time between the tokens before and after a move to `rank`."""
+
+    def note_hand_over(self, rank: int, seconds: float, num_computed_tokens: int) -> None:
+        """Record the time between the token of the rank that ran a prompt and the first one of `rank`, which computed some
+        tokens of the prompt again."""
 
     def note_end(
         self,
@@ -217,11 +222,11 @@ class Requests:
                 generation = self._open.get(output.request_id)
                 if generation is None or generation.rank != rank or output.request_id in self._parked:
                     continue
-                if output.is_returned:
-                    self._take_back(generation, now_s)
-                else:
+                if output.token_ids or not output.is_returned:
                     self._router.begin(output.request_id)
                     self._feed_alone(generation, output, now_s)
+                if output.is_returned and output.request_id in self._open:
+                    self._take_back(generation, output, now_s)
         finally:
             self._end_step(rank)
 
@@ -235,12 +240,13 @@ class Requests:
             self._num_tokens, self._gaps_s = 0, {}
 
     def note_rank(self, facts: RankFacts) -> None:
-        """Record the capacity of a rank that is ready."""
+        """Record the host and the capacity of a rank that is ready."""
         self._router.note_size(
             facts.rank,
             seats=facts.max_num_seqs,
             block_tokens=facts.block_tokens,
             step_tokens=facts.max_num_batched_tokens,
+            host=facts.host,
         )
         self._sources.enter(facts.rank, facts.kv_peer)
 
@@ -249,16 +255,23 @@ class Requests:
         self._router.note_stats(stats)
         self._moves.look()
 
-    def _take_back(self, generation: Generation, now_s: float) -> None:
+    def _take_back(self, generation: Generation, output: RequestOutput, now_s: float) -> None:
         """Submit a request that its rank released, with its delivered tokens, to another rank."""
-        request_id = generation.ask.request.request_id
+        request_id, rank = output.request_id, generation.rank
         request = self._journal.request_so_far(request_id)
-        released = self._router.take_back(request_id, [*request.prompt_ids, *request.replayed_ids])
-        self._journal.take_back(request_id, released.cause)
-        generation.num_moves += released.cause is not MoveCause.DRAIN
-        generation.is_resuming = bool(request.replayed_ids)
-        previous = generation.rank if request.replayed_ids else None
-        self._submit(generation, now_s, is_moved=True, target=released.target, previous=previous)
+        previous = rank if request.replayed_ids else None
+        cause, target = self._router.take_back(
+            request_id, [*request.prompt_ids, *request.replayed_ids], is_handed_over=bool(output.token_ids)
+        )
+        if target != rank:
+            self._journal.take_back(request_id, cause)
+            generation.num_moves += cause in (MoveCause.QUEUE, MoveCause.MEMORY)
+            generation.is_resuming = bool(request.replayed_ids)
+            generation.is_handed_over = cause is MoveCause.HAND_OVER
+        saved_tokens = output.num_saved_tokens
+        self._submit(
+            generation, now_s, is_moved=True, target=target, previous=previous, saved_tokens=saved_tokens
+        )
 
     @property
     def num_parked(self) -> int:
@@ -290,6 +303,7 @@ class Requests:
                 self._end(generation, FinishReason.ERROR, failure, failure.message)
                 continue
             self._router.retire(request_id)
+            generation.is_handed_over = False
             self._submit(generation, now_s, previous=generation.rank)
 
     def refuse(self, failure: ApiError) -> None:
@@ -386,6 +400,7 @@ class Requests:
         is_moved: bool = False,
         target: int | None = None,
         previous: int | None = None,
+        saved_tokens: int = 0,
     ) -> None:
         """Submit a choice and its delivered tokens to the best rank, or park it if there is no rank.
 
@@ -393,6 +408,7 @@ class Requests:
             is_moved: Whether to pick a rank regardless of the session, which then follows the request to that rank.
             target: The rank that reserved a place for it, or None to let the router pick one.
             previous: The rank that had begun it.
+            saved_tokens: First tokens that its last rank is saving to the tiers of its host.
         """
         request_id, params = generation.ask.request.request_id, generation.ask.request.params
         if not self._router.has_ranks:
@@ -401,13 +417,19 @@ class Requests:
         request = self._journal.request_so_far(request_id)
         token_ids = [*request.prompt_ids, *request.replayed_ids]
         session = generation.asker.session
-        rank = self._router.pick(token_ids, "" if is_moved else session) if target is None else target
+        num_more = max(0, params.max_tokens - len(request.replayed_ids))
+        if target is not None and request.replayed_ids:  # it was running
+            rank, next_rank = target, None
+        else:
+            rank, next_rank = self._router.assign(
+                token_ids, "" if is_moved else session, most_tokens=num_more, rank=target
+            )
+        is_near = self._router.share_host(generation.rank, rank)
         if self._sources.has_several:
             held = self._router.held_tokens(token_ids)
             request = replace(request, prefix_at=self._sources.address_for(rank, held, previous))
         self._journal.move(request_id, rank)
         generation.move(rank, now_s)
-        num_more = max(0, params.max_tokens - len(request.replayed_ids))
         self._router.admit(
             request_id,
             rank,
@@ -418,7 +440,14 @@ class Requests:
             key_id=request.key_id,
             num_moves=generation.num_moves,
             is_resumed=bool(request.replayed_ids),
+            next_rank=next_rank,
         )
+        if next_rank is not None or saved_tokens:
+            request = replace(
+                request,
+                hands_over=next_rank is not None,
+                num_awaited_tokens=saved_tokens if is_near else 0,
+            )
         self._ranks.submit(rank, request, now_s=now_s)
 
     def _feed_alone(self, generation: Generation, output: RequestOutput, now_s: float) -> None:
@@ -461,6 +490,10 @@ class Requests:
         if generation.is_resuming:
             generation.is_resuming = False
             self._metrics.note_pause(generation.rank, gap_s)
+        if generation.is_handed_over:
+            generation.is_handed_over = False
+            num_computed = len(generation.ask.request.prompt_ids) - output.num_cached_tokens
+            self._metrics.note_hand_over(generation.rank, gap_s, num_computed)
         if is_first:
             generation.first_token_s = now_s
             self._admission.note_begun(now_s)

@@ -1,11 +1,12 @@
 """The routers that `--routing-policy` selects: the service's own, and two simpler ones for comparison."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from server.front.prefixes import PrefixMemory
 from server.front.router import Router
+from server.options.pools import PREFILL_THRESHOLD
 
 
 class _NoPrefixes(PrefixMemory):
@@ -18,25 +19,32 @@ class _NoPrefixes(PrefixMemory):
 class FewestTokens(Router):
     """Picks the rank with the fewest outstanding tokens. It remembers no prefixes."""
 
-    def __init__(self, num_ranks: int) -> None:
-        super().__init__(num_ranks)
+    def __init__(self, num_ranks: int, *, prefill_threshold: int = PREFILL_THRESHOLD) -> None:
+        super().__init__(num_ranks, prefill_threshold=prefill_threshold)
         self._prefixes = _NoPrefixes()
 
-    def pick(self, prompt_ids: Sequence[int], session: str = "", *, untold: np.ndarray | None = None) -> int:
-        return super().pick(prompt_ids, untold=untold)
+    def _choose(
+        self, held: Mapping[int, int], session: str, untold: np.ndarray | None, among: np.ndarray
+    ) -> int:
+        return super()._choose(held, "", untold, among)
 
 
 class RoundRobin(Router):
     """Picks the available ranks in turn, regardless of their load."""
 
-    def __init__(self, num_ranks: int) -> None:
-        super().__init__(num_ranks)
+    def __init__(self, num_ranks: int, *, prefill_threshold: int = PREFILL_THRESHOLD) -> None:
+        super().__init__(num_ranks, prefill_threshold=prefill_threshold)
         self._num_picked = 0
+        self._picked_at = np.zeros(num_ranks, dtype=np.int64)  # count of picks at the rank's last one
 
-    def pick(self, prompt_ids: Sequence[int], session: str = "", *, untold: np.ndarray | None = None) -> int:
-        ranks = np.flatnonzero(self._receivers())
+    def _choose(
+        self, held: Mapping[int, int], session: str, untold: np.ndarray | None, among: np.ndarray
+    ) -> int:
+        ranks = np.flatnonzero(among)
+        rank = int(ranks[self._picked_at[ranks].argmin()])
         self._num_picked += 1
-        return int(ranks[(self._num_picked - 1) % len(ranks)])
+        self._picked_at[rank] = self._num_picked
+        return rank
 
     def plan_moves(self, prompt_of: Callable[[str], Sequence[int]]) -> dict[str, int]:
         return {}

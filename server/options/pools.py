@@ -12,6 +12,10 @@ from typing import NamedTuple
 
 from server.options.flag import OptionsError
 
+# A step next to decodes takes up to this many prompt tokens in any case (`scheduler.step.prefill_pace`), so handing over fewer
+# gains nothing.
+PREFILL_THRESHOLD = 64
+
 
 class Role(Enum):
     """Which part of a request the ranks of a pool run."""

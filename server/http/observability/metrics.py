@@ -231,6 +231,18 @@ class Metrics:
             TOKEN_S,
             "wideep",
         )
+        self._hand_over = make.histogram(
+            "request_hand_over_seconds",
+            "Time between the token of the rank that ran the prompt and the first one of the rank that decodes.",
+            TOKEN_S,
+            "wideep",
+        )
+        self._hand_over_tokens = make.histogram(
+            "request_hand_over_computed_tokens",
+            "Prompt tokens that the rank that decodes computed again.",
+            TOKENS,
+            "wideep",
+        )
 
     def _make_request_families(self, make: Families) -> None:
         """Create families of finished and submitted requests."""
@@ -374,6 +386,10 @@ class Metrics:
 
     def note_pause(self, rank: int, seconds: float) -> None:
         self._pause[str(rank)].observe(seconds)
+
+    def note_hand_over(self, rank: int, seconds: float, num_computed_tokens: int) -> None:
+        self._hand_over[str(rank)].observe(seconds)
+        self._hand_over_tokens[str(rank)].observe(num_computed_tokens)
 
     def note_end(
         self,

@@ -15,6 +15,8 @@ from server.front.prefixes import PREFIX_CHUNK_TOKENS
 from server.front.router import Router
 from server.front.routers import FewestTokens
 from server.link.messages import Abort
+from server.options.pools import Role
+from tests.support.engines.fake_tiers import FakeTiers
 from tests.support.models.fake_model import VOCABULARY, PlannedRank, serve_alone
 from tests.support.requests.desk import Desk, in_loop
 
@@ -281,10 +283,13 @@ async def test_a_deadline_amid_a_move_ends_the_request_once() -> None:
 
 
 class Hall:
-    """Real schedulers over a fake model behind a front, with delayed messages. Nothing else is fake."""
+    """Real schedulers over a fake model and fake tiers behind a front, with delayed messages. Nothing else is fake."""
 
-    def __init__(self, rng: random.Random, num_ranks: int) -> None:
-        self.rng, self.desk = rng, Desk(num_ranks=num_ranks)
+    def __init__(self, rng: random.Random, num_ranks: int, *, has_roles: bool = False) -> None:
+        """`has_roles`: ranks have roles, and tiers through which requests are handed over."""
+        self.rng, self.desk = rng, Desk(num_ranks=num_ranks, prefill_threshold=4)
+        self._host: FakeTiers | None = None  # has the records that ranks share
+        self._has_roles, self._now_s = has_roles, 0.0
         self.desk.requests._who_asks = lambda: Asker(rng.choice("pq"), rng.choice(["", "s", "t"]))
         self.desk.ranks.submit, self.desk.ranks.post = self._submit, self._post  # type: ignore[method-assign]
         self.ranks: dict[int, PlannedRank] = {}
@@ -301,6 +306,23 @@ class Hall:
         self.ranks[rank] = PlannedRank(pool, scheduler, 8)
         self.to_rank[rank], self.to_front[rank] = deque(), deque()
         self.desk.router.note_size(rank, seats=3, block_tokens=4)
+        if self._has_roles:
+            self._host = FakeTiers(self.ranks[rank], self.rng.randrange(1000), shared=self._host)
+            self.ranks[rank].tiers = self._host
+            scheduler.use_tiers(self._host)
+            self.change_role(rank)
+
+    def change_role(self, rank: int) -> None:
+        """Give a rank any role."""
+        self.desk.router.set_role(rank, self.rng.choice([Role.PREFILL, Role.DECODE, Role.DECODE, Role.BOTH]))
+
+    def check_blocks(self) -> None:
+        """Check that all ranks have released all blocks once their saves are done."""
+        for fake in self.ranks.values():
+            if fake.tiers is not None:
+                fake.tiers.is_prompt = True
+                fake.scheduler.collect(0.0)
+            assert fake.pool.num_free == fake.pool.num_blocks, "blocks leaked"
 
     def _submit(self, rank: int, request: Request, *, now_s: float) -> None:
         assert rank not in self.away
@@ -328,7 +350,8 @@ class Hall:
                     outputs.append(fake.scheduler.abort(message.request_id))
         said = {name: len(each) for name, each in fake.outputs.items()}
         fake.collect(fake.scheduler.expire(float("-inf")))
-        batch = fake.plan()
+        self._now_s += 0.05
+        batch = fake.plan(now_s=self._now_s)
         if batch.items:
             fake.finish()
         made = [one for name, each in fake.outputs.items() for one in each[said.get(name, 0) :]]
@@ -365,6 +388,7 @@ def test_whatever_moves_is_lost_and_left_every_request_gets_its_tokens_once(
         "server.front.move_plans.MOVE_GAIN_TOKENS", 1 << 40
     )  # so that queues grow while other ranks are idle
     days += [run_a_day(seed, has_drains=False, has_pauses=True) for seed in range(12)]
+    days += [run_a_day(seed, has_drains=seed % 2 == 0, has_roles=True) for seed in range(6)]
     journals = [hall.desk.journal for hall in days]
     num_moved = sum((journal.num_moved for journal in journals), Counter())
     assert all(num_moved[cause] > 15 for cause in MoveCause), num_moved
@@ -372,18 +396,19 @@ def test_whatever_moves_is_lost_and_left_every_request_gets_its_tokens_once(
     assert sum(hall.most_parked > 0 for hall in days) > 2, "requests waited for any rank to return"
 
 
-def run_a_day(seed: int, *, has_drains: bool, has_pauses: bool = False) -> Hall:
+def run_a_day(seed: int, *, has_drains: bool, has_pauses: bool = False, has_roles: bool = False) -> Hall:
     """Let requests arrive, move, lose their ranks and be left until none is open. Each must get the answer it would get alone.
     At the end no rank has work.
 
-    `has_drains`: ranks drain. `has_pauses`: requests come in groups, after which ranks become idle.
+    `has_drains`: ranks drain. `has_pauses`: requests come in groups, after which ranks become idle. `has_roles`: ranks have
+    roles that change.
     """
     halls: list[Hall] = []
 
     @in_loop
     async def run() -> None:
         rng = random.Random(seed)
-        hall = Hall(rng, num_ranks=3)
+        hall = Hall(rng, num_ranks=3, has_roles=has_roles)
         halls.append(hall)
         answers: dict[str, tuple[Request, Answer]] = {}
         left: set[str] = set()
@@ -411,6 +436,8 @@ def run_a_day(seed: int, *, has_drains: bool, has_pauses: bool = False) -> Hall:
                 for lost in rng.choice([{rank}, {0, 1, 2} - hall.away]):
                     hall.lose(lost)
                 continue
+            if has_roles and rng.random() < 0.01:
+                hall.change_role(rank)
             if has_drains and rng.random() < 0.01 and hall.desk.router.can_spare(rank):
                 hall.desk.moves.drain(rank)
             if has_drains and rng.random() < 0.02:
@@ -423,10 +450,11 @@ def run_a_day(seed: int, *, has_drains: bool, has_pauses: bool = False) -> Hall:
             got = answer.generations[0].take().token_ids
             assert got == (expected[: len(got)] if name in left else expected), name
         for rank, fake in hall.ranks.items():
-            while hall.to_rank[rank]:
+            while hall.to_rank[rank] or fake.scheduler.has_work:  # aborts are still on their way
                 hall.step(rank)
             stats = fake.scheduler.stats
             assert stats.num_running + stats.num_waiting == 0, "a rank serves a request that has ended"
+        hall.check_blocks()
 
     run()
     return halls[0]

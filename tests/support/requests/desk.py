@@ -14,6 +14,7 @@ from server.front.requests import Requests
 from server.front.router import Router
 from server.http.observability.metrics import Metrics
 from server.link.messages import Abort
+from server.options.pools import PREFILL_THRESHOLD
 from tests.support.requests.answers import ByteDecoder
 
 
@@ -46,8 +47,10 @@ class Desk:
         most_open: int | None = None,
         num_ranks: int = 2,
         decoder: Decoder | None = None,
+        prefill_threshold: int = PREFILL_THRESHOLD,
     ) -> None:
-        self.ranks, self.journal, self.router = StubRanks(), Journal(), Router(num_ranks)
+        self.ranks, self.journal = StubRanks(), Journal()
+        self.router = Router(num_ranks, prefill_threshold=prefill_threshold)
         self.moves = Moves(self.router, self.ranks, self.journal, num_ranks=num_ranks)  # type: ignore[arg-type]
         self.metrics = Metrics("m", num_ranks)
         self.why_not_ready: str | None = None
@@ -65,11 +68,17 @@ class Desk:
             who_asks=lambda: self.asker,
         )
 
-    def open(self, *names: str, params: SamplingParams | None = None, **how: Any) -> Answer:
+    def open(
+        self,
+        *names: str,
+        params: SamplingParams | None = None,
+        prompt_ids: tuple[int, ...] = (65,),
+        **how: Any,
+    ) -> Answer:
         """Accept an answer with one choice per name."""
         params = params or SamplingParams(max_tokens=9)
         asks = [
-            Ask(request=Request(request_id=name, prompt_ids=(65,), params=params, arrival_s=0.0), **how)
+            Ask(request=Request(request_id=name, prompt_ids=prompt_ids, params=params, arrival_s=0.0), **how)
             for name in names
         ]
         return self.requests.open("answer", asks)
