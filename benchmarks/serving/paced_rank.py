@@ -185,7 +185,9 @@ class PacedRank:
             advanced = [self._advance(each) for each in self._open.values()]
             outputs = [output for output in advanced if output is not None]
             for output in outputs:
-                if output.finish_reason is not None:
+                hands_over = self._open[output.request_id].request.hands_over
+                output.is_returned = hands_over and bool(output.token_ids) and output.finish_reason is None
+                if output.finish_reason is not None or output.is_returned:
                     del self._open[output.request_id]
             if outputs and not self._ended.is_set():
                 self.link.send(StepOutput(outputs, self._stats(len(outputs))))

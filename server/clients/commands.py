@@ -1,10 +1,13 @@
-"""The commands `chat`, `status`, `drain` and `models`. Nothing heavy is imported here, because `wideep --help` needs it."""
+"""The commands `chat`, `status`, `drain`, `pools` and `models`. Nothing heavy is imported here, because `wideep --help` needs it."""
 
 import argparse
 import math
+from typing import Any
 
 from server.clients.url_flag import add_url
 from server.options.command import PLANNING, USING, Command
+from server.options.flag import OptionsError
+from server.options.pools import Role
 
 _MOST_TEMPERATURE = 2.0  # OpenAI's limit, and the service's
 _CHAT_EXAMPLE = """\
@@ -16,6 +19,13 @@ _DRAIN_EXAMPLE = """\
 examples:
   wideep drain 1               wait until rank 1 has no requests
   wideep drain 1 --undo        let it take requests again
+"""
+
+
+_POOLS_EXAMPLE = """\
+examples:
+  wideep pools                 show the pools, their roles and their loads
+  wideep pools decode-1 prefill   let the pool decode-1 run prompts only
 """
 
 
@@ -60,6 +70,27 @@ def _add_drain_flags(parser: argparse.ArgumentParser) -> None:
         help="longest wait; the drain continues after it, and 0 only begins it (default: %(default)g)",
     )
     parser.add_argument("--json", action="store_true", help="print the state as JSON")
+
+
+def _add_pools_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", nargs="?", metavar="NAME", help="pool that gets another role")
+    parser.add_argument(
+        "role",
+        nargs="?",
+        choices=[role.value for role in Role],
+        metavar="ROLE",
+        help="prefill, decode or both",
+    )
+    add_url(parser)
+    parser.add_argument("--json", action="store_true", help="print the response of GET /pools")
+
+
+def _prepare_pools(args: argparse.Namespace) -> tuple[Any, ...]:
+    if args.name is not None and args.role is None:
+        if ":" not in args.name:
+            raise OptionsError(f"give pool {args.name} a role: prefill, decode or both")
+        args.name, args.url = None, args.name  # `wideep pools URL`
+    return (args,)
 
 
 def _rank(text: str) -> int:
@@ -111,6 +142,17 @@ DRAIN = Command(
     examples=_DRAIN_EXAMPLE,
     add_flags=_add_drain_flags,
     run="server.clients.drain:run_drain",
+)
+POOLS = Command(
+    name="pools",
+    group=USING,
+    help="show the pools of a service, or change the role of one",
+    description="Show the pools of a running service with their roles and loads.\nWith NAME and ROLE, change a role first. Streams "
+    "continue, and answers do not change.",
+    examples=_POOLS_EXAMPLE,
+    add_flags=_add_pools_flags,
+    prepare=_prepare_pools,
+    run="server.clients.pools:run_pools",
 )
 MODELS = Command(
     name="models",

@@ -45,7 +45,7 @@ _OPEN_POSTS = ("/ping",)
 # The same facts as /health and /metrics; the dashboard has no key.
 _OPEN_READS = ("/v1/fault_tolerance/status",)
 _MONITORED = ("/", "/health", "/ping", "/version", "/metrics", "/load", "/throughput", *_OPEN_READS)
-OPERATOR_PATHS = (  # in addition to requests under /experts/ that change something
+OPERATOR_PATHS = (  # in addition to requests to `_CHANGED` that change something
     "/experts/record",
     "/start_expert_distribution_record",
     "/stop_expert_distribution_record",
@@ -54,7 +54,7 @@ OPERATOR_PATHS = (  # in addition to requests under /experts/ that change someth
     "/flush_cache",
     "/ranks/drain",
 )
-_EXPERTS = "/experts/"
+_CHANGED = ("/experts/", "/pools")
 _MOST_SHOWN_CHARS = 100
 _LOOK_EVERY_S = 1.0  # interval of checks for a changed file
 _LOG = logging.getLogger("wideep")
@@ -175,7 +175,7 @@ def _is_operators(scope: Scope) -> bool:
     if scope["type"] != "http" or scope["method"] == "OPTIONS":
         return False
     path = route_path(scope)
-    return path in OPERATOR_PATHS or (path.startswith(_EXPERTS) and _changes(scope))
+    return path in OPERATOR_PATHS or (path.startswith(_CHANGED) and _changes(scope))
 
 
 def _is_guarded(scope: Scope) -> bool:

@@ -344,6 +344,10 @@ def _check_tiers(engine: EngineSettings) -> None:
 
 
 def _check_pools(options: Options) -> None:
+    if options.pool_roles == "auto" and len(read_pools(options.pools or "both:1")) == 1:
+        raise OptionsError(
+            "--pool-roles auto changes the roles of several pools; give them with --pools, or leave it out"
+        )
     if options.pools and have_roles(read_pools(options.pools)) and not options.engine.enable_prefix_caching:
         raise OptionsError(
             f"--pools {options.pools} hands requests over through cached prefixes, but --no-enable-prefix-caching disables "

@@ -41,7 +41,7 @@ from server.options.flag import (
     whole,
 )
 from server.options.parser_names import REASONING_PARSERS, TOOL_PARSERS
-from server.options.pools import Pool, num_ranks_of, pools_of, read_pools
+from server.options.pools import PREFILL_THRESHOLD, Pool, num_ranks_of, pools_of, read_pools
 
 DEMO_MODEL = "demo"
 FCFS, PRIORITY = "fcfs", "priority"  # scheduling policies
@@ -492,6 +492,15 @@ class Options:
         help="restart a rank whose process sends no heartbeat for this long; other ranks wait at least as long. 0 disables "
         "the check (for a debugger); cut links are then found only after --distributed-timeout-seconds",
     ))  # fmt: skip
+    pool_roles: str = flag(
+        RANKS, "--pool-roles", read=one_of("fixed", "auto"), metavar="{fixed,auto}", default="fixed",
+        help="auto changes the roles of --pools while serving: pools follow waiting prompts and the use of the KV cache; fixed "
+        "leaves that to `wideep pools` (docs/pools.md)",
+    )  # fmt: skip
+    prefill_threshold: int = flag(
+        RANKS, "--prefill-threshold", read=tokens(0), metavar="TOKENS", default=PREFILL_THRESHOLD,
+        help="with pools of role prefill: prompts with fewer tokens that are not cached run on a pool of role decode",
+    )  # fmt: skip
     max_rank_restarts: int = flag(
         DISPATCH, "--max-rank-restarts", read=whole(0), metavar="N", default=3,
         help="maximum number of restarts of a failing rank within 10 minutes; after these it stays down",

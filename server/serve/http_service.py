@@ -45,6 +45,7 @@ from server.front.events import EventLog
 from server.front.generations import Ask
 from server.front.journal import Journal
 from server.front.moves import Moves
+from server.front.pool_roles import PoolRoles
 from server.front.readiness import why_service_not_ready
 from server.front.requests import Requests
 from server.front.routers import ROUTERS
@@ -63,6 +64,7 @@ from server.http.observability.metrics import Metrics
 from server.http.observability.ops import membership_routes, ops_routes, throughput_routes
 from server.http.observability.series import EVERY_S
 from server.http.observability.tracing import Traces
+from server.http.pool_routes import pool_routes
 from server.http.protocol import PunctualProtocol
 from server.http.rank_routes import rank_routes
 from server.link.ranks import Ranks
@@ -117,8 +119,9 @@ class HttpService:
         self._epochs = {each.pool.name: each.epochs for each in self.pools}
         self._options, self._throughput = options, metrics.throughput
         self._is_draining = False
-        router = ROUTERS[options.routing_policy](ranks.num_ranks)
+        router = ROUTERS[options.routing_policy](ranks.num_ranks, prefill_threshold=options.prefill_threshold)
         self._moves = Moves(router, ranks, journal, num_ranks=ranks.num_ranks, events=self.events)
+        self._roles = PoolRoles(pools, router, self._moves, self.events, is_auto=options.pool_roles == "auto")
         self.requests = Requests(
             decoder=tokenizer,
             ranks=ranks,
@@ -221,6 +224,7 @@ class HttpService:
                 self._epochs, self._journal, self._num_parked, self.events, metrics.tiers, self._moves.drains
             ),
             rank_routes(self._moves, self.why_not_ready),
+            pool_routes(self._roles, self.why_not_ready),
             dashboard_routes(),
             docs_routes(),
             throughput_routes(metrics.throughput),
@@ -246,10 +250,11 @@ class HttpService:
             await self.model.structures.close()
 
     async def _keep_ticking(self) -> None:
-        """Sample the throughput, and log it unless disabled."""
+        """Sample the throughput, and log it unless disabled. Let the roles of pools follow the load."""
         while True:
             await asyncio.sleep(EVERY_S)
             self._throughput.tick(logs=self._options.log.stats)
+            self._roles.balance()
 
     async def drain(self) -> None:
         """Turn /health to 503, refuse new requests, and wait for the open ones to end."""

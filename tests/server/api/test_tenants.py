@@ -191,7 +191,7 @@ def test_every_endpoint_that_acts_on_the_whole_service_is_an_operator_s(client: 
     posts = {path for path, methods in described.items() if "post" in methods}
     acts = {path for path in posts if not path.startswith(("/v1/", "/api/"))} - CLIENT_POSTS
     assert acts >= {"/experts/plan", "/experts/apply", "/experts/rollback", "/flush_cache"}
-    assert acts <= {*OPERATOR_PATHS} | {path for path in acts if path.startswith("/experts/")}
+    assert acts <= {*OPERATOR_PATHS} | {path for path in acts if path.startswith(("/experts/", "/pools"))}
     for path in (*acts, *OPERATOR_PATHS):
         method = "GET" if path == "/experts/record" else "POST"
         statuses = [client.request(method, path, headers=key).status_code for key in ({}, A, OPERATOR)]

@@ -214,7 +214,7 @@ def test_a_refused_host_is_shown_in_short_with_the_way_out() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", [*OPERATOR_PATHS, "/experts/plan", "/experts/apply", "/experts/what-comes-next"]
+    "path", [*OPERATOR_PATHS, "/pools", "/experts/plan", "/experts/apply", "/experts/what-comes-next"]
 )
 @pytest.mark.parametrize("keys", [(), ("user",)])
 def test_what_acts_on_the_whole_service_is_for_operators_if_they_have_keys(

@@ -67,3 +67,10 @@ def test_pools_that_hand_requests_over_need_the_prefix_cache() -> None:
     with pytest.raises(OptionsError, match=r"--no-enable-prefix-caching disables the prefix cache"):
         options_for(MODEL, "--pools=prefill:1,decode:1", "--no-enable-prefix-caching")
     options_for(MODEL, "--pools=both:1,both:1", "--no-enable-prefix-caching")
+
+
+def test_roles_follow_the_load_of_several_pools_only() -> None:
+    assert options_for(MODEL, "--pools=both:1,both:1", "--pool-roles=auto").pool_roles == "auto"
+    for flags in ((), ("--pools=both:2",)):
+        with pytest.raises(OptionsError, match=r"--pool-roles auto changes the roles of several pools"):
+            options_for(MODEL, "--pool-roles=auto", *flags)

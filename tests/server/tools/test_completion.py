@@ -49,6 +49,7 @@ def offered(script: str, *words: str) -> set[str]:
                 "experts",
                 "status",
                 "drain",
+                "pools",
                 "completion",
             },
         ),
