@@ -25,6 +25,7 @@ class SkippingScheduler(Scheduler):
         Returns: The batch of the other sequences, to be committed, and the sequences that have their token.
         """
         most = min(self._max_num_batched_tokens, most_tokens or self._max_num_batched_tokens)
+        self.collect(now_s)
         decodes = [sequence for sequence in self._roster.running if not sequence.is_prefilling]
         if not (self._may_skip and self._tables.num_plannable_steps(decodes, 1)):
             return self.schedule(prefill_budget=prefill_budget, most_tokens=most_tokens, now_s=now_s), []
@@ -44,7 +45,13 @@ class SkippingScheduler(Scheduler):
     @property
     def _may_skip(self) -> bool:
         """Whether the next steps are predictable and only run what is running."""
-        may_do_more = self._in_flight or self._refused or self._deadlines or self._tables.leaving
+        may_do_more = (
+            self._in_flight
+            or self._refused
+            or self._deadlines
+            or self._tables.leaving
+            or self._roster.loading
+        )
         knows_steps = self._drafter is None and self._rotary_limit is None and not self._tables.has_states
         return knows_steps and not may_do_more and all(each.matcher is None for each in self._roster.running)
 

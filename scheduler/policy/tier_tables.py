@@ -158,7 +158,10 @@ class TierTables:
         self._fetches[fetch] = _Fetching(sequence, now_s + MOST_LOAD_S)
         self._tiers.fetch(fetch)
 
-MOST_AWAIT_S = 0.5
+    def keeps_state(self, key: bytes) -> bool:
+        """Whether a state is in a tier, or will be."""
+        return key in self._saved_states or self._tiers.has(key, is_state=True)
+
     def look(self, sequence: Sequence, num_shareable: int, num_spare: int, now_s: float) -> bool:
         """Begin to load what continues the sequence's cached prefix, if a tier has it. Returns whether it loads or is fetched.
 

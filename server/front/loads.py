@@ -5,7 +5,7 @@ A prefill rank runs a prompt and hands the request over to a rank that decodes, 
 `MovePlans` and `Router` decide with these figures. A pure state machine without IO or clock.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple

@@ -10,7 +10,7 @@ import statistics
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,6 +76,11 @@ class SimulationReport:
     num_request_moves: int  # waiting requests moved to another rank
     num_running_moves: int  # running requests moved to another rank, instead of preemptions
     num_expert_moves: int = 0
+    num_hand_overs: int = 0
+    hand_over_ms: dict[str, float] = field(
+        default_factory=dict
+    )  # from the first token to the second; empty without any
+    hand_over_computed_tokens: float = 0.0  # mean prompt tokens that the second rank computed again
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as JSON values."""
@@ -95,8 +100,10 @@ class SimulationFigures:
         self._gap_total_ns = 0  # an integer, so that the sum does not depend on the order
         self._num_refused = 0
         self._tokens = [0, 0, 0]  # prompt, cached, output
+        self._hand_over_s, self._hand_over_tokens = array("d"), 0
         self._num_steps = 0
-        self._parts = np.zeros(5)  # total, attention, experts, dispatch, other
+        self._step_s = 0.0
+        self._parts = np.zeros(5)  # total, attention, experts, dispatch, other; of the mean rank
         self._waiting_s = 0.0  # mean over ranks
         self._causes = np.zeros(len(CAUSES))
         self._causes_of_s = 0.0
@@ -110,25 +117,33 @@ class SimulationFigures:
         """Record a step.
 
         Args:
-            rows: [fields of `Rows`, ranks].
+            rows: [fields of `Rows`, ranks of the pool].
             times: Model of step times that computed the cost.
         """
         self._num_steps += 1
-        total_s = cost.total_s
-        self._parts += (total_s, cost.attention_s, cost.experts_s, cost.dispatch_s, cost.other_s)
+        total_s, share = cost.total_s, rows.shape[1] / self._num_ranks
+        self._step_s += total_s
+        self._parts += share * np.array(
+            (total_s, cost.attention_s, cost.experts_s, cost.dispatch_s, cost.other_s)
+        )
         self._waiting_s += sum(cost.waiting_s) / self._num_ranks
         self._most += rows.max(axis=1)
-        self._mean += rows.sum(axis=1) / self._num_ranks
-        self._balanced_s += balancedness * total_s
+        self._mean += rows.sum(axis=1) / rows.shape[1]
+        self._balanced_s += balancedness * total_s * share
         if self._num_steps % CAUSE_EVERY == 0:
-            self._causes += causes_of(rows, total_s, times)
-            self._causes_of_s += total_s
+            self._causes += share * causes_of(rows, total_s, times)
+            self._causes_of_s += share * total_s
 
     def note_gaps(self, seconds: float, count: int) -> None:
         """Record `count` tokens that arrived `seconds` after the previous ones."""
         if count:
             self._gaps[math.floor(math.log(max(seconds, 1e-9)) * _GAP_BINS)] += count
             self._gap_total_ns += round(seconds * 1e9) * count
+
+    def note_hand_over(self, seconds: float, num_computed_tokens: int) -> None:
+        """Record the time from the token of the rank that ran a prompt to the next one, and prompt tokens computed again."""
+        self._hand_over_s.append(seconds)
+        self._hand_over_tokens += num_computed_tokens
 
     def note_cache(self, usage: Sequence[float]) -> None:
         """Record the share of blocks in use on each rank."""
@@ -166,6 +181,9 @@ class SimulationFigures:
         seconds, total_s = max(self._end_s, 1e-9), max(self._parts[0], 1e-9)
         steps, num_good = max(self._num_steps, 1), int(good.sum())
         queried = sum(each.prefix_query_tokens for each in self._stats)
+        hits = sum(each.prefix_hit_tokens for each in self._stats)
+        if self._hand_over_s:  # the second rank of a request finds what the first one has computed
+            queried, hits = self._tokens[0], self._tokens[1]
         return SimulationReport(
             num_requests=self.num_events,
             num_refused=self._num_refused,
@@ -180,7 +198,7 @@ class SimulationFigures:
             itl_ms=self._gap_summary(),
             e2e_ms=_summary(e2e_ms),
             num_steps=self._num_steps,
-            step_ms=float(1e3 * self._parts[0] / steps),
+            step_ms=float(1e3 * self._step_s / steps),
             busy_share=float(self._parts[0] / seconds),
             step_parts=dict(
                 zip(
@@ -207,10 +225,13 @@ class SimulationFigures:
             },
             kv_usage=self._kv_usage(),
             num_preemptions=sum(each.num_preemptions for each in self._stats),
-            prefix_hit_rate=sum(each.prefix_hit_tokens for each in self._stats) / max(1, queried),
+            prefix_hit_rate=hits / max(1, queried),
             num_request_moves=self.num_request_moves[MoveCause.QUEUE],
             num_running_moves=self.num_request_moves[MoveCause.MEMORY],
             num_expert_moves=num_expert_moves,
+            num_hand_overs=self.num_request_moves[MoveCause.HAND_OVER],
+            hand_over_ms=_summary(1e3 * np.frombuffer(self._hand_over_s)) if self._hand_over_s else {},
+            hand_over_computed_tokens=self._hand_over_tokens / max(1, len(self._hand_over_s)),
         )
 
     def _kv_usage(self) -> dict[str, float]:

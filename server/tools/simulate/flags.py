@@ -17,9 +17,10 @@ from server.options.reading import nearest
 from server.options.table import OPTIONS, ROUTER_NAMES
 from server.tools.bench.flags import objectives
 
+TRANSFER_TOKENS_PER_S = 200_000.0  # of a hand-over, from host memory to a rank
 PLACEMENT_NAMES = ("linear", "even", "repair")
 _SERVED = (
-    "data_parallel_size", "dtype", "quantization", "eplb_config", "max_model_len", "max_num_seqs",
+    "data_parallel_size", "pools", "prefill_threshold", "dtype", "quantization", "eplb_config", "max_model_len", "max_num_seqs",
     "max_num_batched_tokens", "target_itl_ms", "kv_cache_memory", "kv_cache_dtype", "gpu_memory_utilization", "enable_prefix_caching",
 )  # fmt: skip
 _OF_A_ROOFLINE = ("dtype", "quantization", "kv_cache_memory", "kv_cache_dtype", "gpu_memory_utilization")
@@ -29,6 +30,7 @@ examples:
   wideep simulate conv.csv --model ./DeepSeek-V3/config.json --device h200 -dp 256 --rate-scale 20 --slo ttft:2000,tpot:50
   wideep simulate mooncake.jsonl --model ./Qwen3-235B-A22B --device h100 -dp 16 --routers all --placements all --hours 0.5
   wideep simulate conv.csv --calibrate http://127.0.0.1:8000 --rate-scale 0.1
+  wideep simulate conv.csv --model ./DeepSeek-V3/config.json --pools prefill:32,decode:96
 routers:
   prefix       as in the service: fewest outstanding tokens plus prompt tokens that the rank does not hold
   fewest       fewest outstanding tokens
@@ -76,6 +78,10 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     compared.add_argument(
         "--placements", default="repair", metavar="NAME,...", help="placements, or all (default: %(default)s)"
     )
+    compared.add_argument(
+        "--transfer-rate", metavar="N",
+        help=f"tokens per second that a hand-over between pools loads (default: {TRANSFER_TOKENS_PER_S:,.0f})",
+    )  # fmt: skip
     experts = parser.add_argument_group("load of experts")
     experts.add_argument(
         "--expert-load",
@@ -127,6 +133,7 @@ class SimulateOptions:
     slo_ms: Mapping[str, float]
     routers: tuple[str, ...]
     placements: tuple[str, ...]
+    transfer_tokens_per_s: float
     expert_load: tuple[Path, ...]
     expert_skew: float
     expert_drift: float
@@ -159,6 +166,11 @@ class SimulateOptions:
             slo_ms=args.slo,
             routers=_names("--routers", args.routers, ROUTER_NAMES),
             placements=_names("--placements", args.placements, PLACEMENT_NAMES),
+            transfer_tokens_per_s=(
+                TRANSFER_TOKENS_PER_S
+                if args.transfer_rate is None
+                else _POSITIVE("--transfer-rate", args.transfer_rate)
+            ),
             expert_load=tuple(args.expert_load or ()),
             expert_skew=_SIGMA("--expert-skew", args.expert_skew),
             expert_drift=_SIGMA("--expert-drift", args.expert_drift),

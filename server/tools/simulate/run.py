@@ -18,6 +18,8 @@ from server.clients.progress import RequestProgress
 from server.front.routers import ROUTERS
 from server.http.client import ServiceClient, ServiceError, api_key_of
 from server.options.flag import OptionsError
+from server.options.pools import Pool, have_roles, in_words, num_ranks_of, pools_of
+from server.options.reading import options_from_keywords
 from server.serve.preflight.model import PreflightError
 from server.tools.simulate.experts import (
     GENERATED_LAYERS,
@@ -28,7 +30,13 @@ from server.tools.simulate.experts import (
 )
 from server.tools.simulate.figures import SimulationReport, Slo
 from server.tools.simulate.flags import SimulateOptions
-from server.tools.simulate.service import LOOK_STEPS, PreemptedError, SimulatedService, SimulationError
+from server.tools.simulate.service import (
+    LOOK_STEPS,
+    PoolSetup,
+    PreemptedError,
+    SimulatedService,
+    SimulationError,
+)
 from server.tools.simulate.subject import CalibrationError, Subject, from_roofline, from_service, redundant
 from server.tools.size.costs.devices import UnknownDeviceError
 from server.tools.size.costs.fit import SizeError
@@ -46,8 +54,18 @@ class SimulatedRun(NamedTuple):
 
     router: str
     placement: str
-    subject: Subject
+    pools: tuple[tuple[Pool, Subject], ...]
     report: SimulationReport
+
+    @property
+    def subject(self) -> Subject:
+        """The first pool's service, which names the model and the source of step times."""
+        return self.pools[0][1]
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks of all pools."""
+        return num_ranks_of([pool for pool, _ in self.pools])
 
 
 class _Extent(NamedTuple):
@@ -83,27 +101,23 @@ def simulate(asked: SimulateOptions) -> list[SimulatedRun]:
     extent = _extent(asked)  # refuses a wrong file before a model is read
     slo = Slo(**{f"{name}_ms": bound for name, bound in asked.slo_ms.items()})
     runs = []
-    measured: Subject | None = None
+    measured = None if asked.calibrate is None else _measured(asked)
     for placement in asked.placements:
-        if asked.calibrate is None:
-            subject = from_roofline(asked, placement)
-        else:
-            measured = measured or _measured(asked)
-            config = redundant(asked, measured.config, measured.num_ranks, placement)
-            subject = replace(measured, config=config)
+        pools = _pools(asked, placement, measured)
+        subject = pools[0][1]
         loads = _loads(asked, subject)
         for router in asked.routers:
             begun_s = time.process_time()
             try:
-                report = _serve(asked, subject, loads, router, placement, extent, slo)
+                report = _serve(asked, pools, loads, router, placement, extent, slo)
             except PreemptedError as error:
                 print(f"{error}: starting again, with prefixes remembered", file=sys.stderr)
                 remembering = extent._replace(has_shared_prefixes=True)
-                report = _serve(asked, subject, loads, router, placement, remembering, slo)
-            runs.append(SimulatedRun(router, placement, subject, report))
+                report = _serve(asked, pools, loads, router, placement, remembering, slo)
+            runs.append(SimulatedRun(router, placement, tuple(pools), report))
             print(
                 f"{router}, {placement}: {report.num_requests:,} requests in {report.num_steps:,} steps of "
-                f"{subject.num_ranks} ranks, {time.process_time() - begun_s:.1f} s of CPU time",
+                f"{runs[-1].num_ranks} ranks, {time.process_time() - begun_s:.1f} s of CPU time",
                 file=sys.stderr,
             )
     return runs
@@ -126,9 +140,26 @@ def _trace(asked: SimulateOptions) -> Iterator[TracedRequest]:
     return read_trace(asked.trace, rate_scale=asked.rate_scale, duration_s=asked.duration_s)
 
 
+def _pools(asked: SimulateOptions, placement: str, measured: Subject | None) -> list[tuple[Pool, Subject]]:
+    """Return the pools to simulate. `measured`: the running service, with --calibrate."""
+    whole = measured or from_roofline(asked, placement)
+    pools = pools_of(asked.served.get("pools"), whole.num_ranks)
+    if measured is None and len(pools) == 1:
+        return [(pools[0], whole)]
+    found = []
+    for pool in pools:
+        if measured is None:
+            subject = from_roofline(asked, placement, pool_ranks=pool.num_ranks)
+        else:
+            config = redundant(asked, measured.config, pool.num_ranks, placement)
+            subject = replace(measured, config=config, num_ranks=pool.num_ranks)
+        found.append((pool, subject))
+    return found
+
+
 def _serve(
     asked: SimulateOptions,
-    subject: Subject,
+    pools: list[tuple[Pool, Subject]],
     loads: ExpertLoads,
     router: str,
     placement: str,
@@ -140,26 +171,34 @@ def _serve(
     Raises:
         PreemptedError: The trace must be served with prefixes remembered.
     """
-    num_ranks = subject.num_ranks
-    experts = ExpertBalance(placement, subject.experts, loads, num_ranks, subject.config, seed=asked.seed)
+    setups = [
+        PoolSetup(
+            pool,
+            subject.limits,
+            subject.times,
+            ExpertBalance(placement, subject.experts, loads, pool.num_ranks, subject.config, seed=asked.seed),
+        )
+        for pool, subject in pools
+    ]
+    threshold = options_from_keywords("demo", asked.served, environment={}).prefill_threshold
     with RequestProgress(extent.num_requests, f"{router}, {placement}", lines=True) as progress:
 
         def count(now_s: float) -> None:
             progress.step(note=f"{now_s:,.0f} of {extent.duration_s:,.0f} s simulated")
 
         service = SimulatedService(
-            num_ranks,
-            subject.limits,
-            ROUTERS[router](num_ranks),
-            subject.times,
-            experts,
+            setups,
+            ROUTERS[router](setups[-1].pool.ranks.stop, prefill_threshold=threshold),
             has_shared_prefixes=extent.has_shared_prefixes,
+            transfer_tokens_per_s=asked.transfer_tokens_per_s,
             ended=count,
         )
         figures = service.run(_trace(asked))
-    if experts.last_reason:
-        print(f"{router}, {placement}: last decision about experts: {experts.last_reason}", file=sys.stderr)
-    return figures.report(slo, num_expert_moves=experts.num_moves)
+    for setup in setups:
+        if reason := setup.experts.last_reason:
+            of_pool = "" if len(setups) == 1 else f" of {setup.pool.name}"
+            print(f"{router}, {placement}: last decision about experts{of_pool}: {reason}", file=sys.stderr)
+    return figures.report(slo, num_expert_moves=sum(setup.experts.num_moves for setup in setups))
 
 
 def _measured(asked: SimulateOptions) -> Subject:
@@ -199,12 +238,16 @@ def _loads(asked: SimulateOptions, subject: Subject) -> ExpertLoads:
 def to_json(runs: list[SimulatedRun], asked: SimulateOptions) -> dict[str, Any]:
     """Return the runs as JSON values."""
     subject = runs[0].subject
+    pools = [
+        {"name": pool.name, "role": pool.role.value, "ranks": pool.num_ranks} for pool, _ in runs[0].pools
+    ]
     return {
         "trace": asked.trace.name,
         "rate_scale": asked.rate_scale,
         "duration_s": asked.duration_s,
         "service": subject.name,
-        "ranks": subject.num_ranks,
+        "ranks": runs[0].num_ranks,
+        "pools": pools,
         "step_times": subject.source,
         "slo_ms": asked.slo_ms,
         "runs": [
@@ -223,7 +266,7 @@ def text(runs: list[SimulatedRun], asked: SimulateOptions) -> str:
     """Return a table with a column per run."""
     subject, slo = runs[0].subject, ", ".join(f"{name} {bound:g} ms" for name, bound in asked.slo_ms.items())
     head = [
-        f"{subject.name}, {subject.num_ranks} ranks, {asked.trace.name} at {asked.rate_scale:g} times its rate",
+        f"{subject.name}, {_ranks_in_words(runs[0])}, {asked.trace.name} at {asked.rate_scale:g} times its rate",
         f"step times: {subject.source}; simulated, not measured",
         "",
     ]
@@ -240,6 +283,11 @@ def text(runs: list[SimulatedRun], asked: SimulateOptions) -> str:
         for name, *cells in zip(names, *columns, strict=True)
     ]
     return "\n".join((*head, *rows))
+
+
+def _ranks_in_words(run: SimulatedRun) -> str:
+    pools = [pool for pool, _ in run.pools]
+    return f"{run.num_ranks} ranks" + (f" ({in_words(pools)})" if len(pools) > 1 else "")
 
 
 def _lines(run: SimulatedRun, slo: str) -> list[tuple[str, str]]:
@@ -286,8 +334,19 @@ def _lines(run: SimulatedRun, slo: str) -> list[tuple[str, str]]:
         *lines,
         ("waiting requests moved", f"{report.num_request_moves:,}"),
         ("running requests moved", f"{report.num_running_moves:,}"),
+        *(_hand_over_lines(report) if have_roles([pool for pool, _ in run.pools]) else ()),
         ("experts moved", f"{report.num_expert_moves:,}"),
         ("KV blocks in use, mean / maximum", kv),
         ("preemptions", f"{report.num_preemptions:,}"),
         ("prompt tokens found cached", f"{report.prefix_hit_rate:.1%}"),
+    ]
+
+
+def _hand_over_lines(report: SimulationReport) -> list[tuple[str, str]]:
+    """Return the rows about hand-overs between pools."""
+    values = " / ".join(f"{value:.3g}" for value in report.hand_over_ms.values()) or "none"
+    return [
+        ("requests handed over", f"{report.num_hand_overs:,}"),
+        ("first to second token then, mean / p50 / p90 / p99, ms", values),
+        ("prompt tokens computed again, mean", f"{report.hand_over_computed_tokens:.1f}"),
     ]

@@ -40,7 +40,7 @@ class CalibrationError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A service to simulate."""
+    """A pool to simulate, or all of a service without several pools."""
 
     name: str  # of model and device, or of the service
     num_ranks: int
@@ -51,11 +51,12 @@ class Subject:
     source: str  # description of the step times
 
 
-def from_roofline(asked: SimulateOptions, placement: str) -> Subject:
-    """Return the service of a model and a device.
+def from_roofline(asked: SimulateOptions, placement: str, *, pool_ranks: int | None = None) -> Subject:
+    """Return the service of a model and a device, or one of its pools.
 
     Args:
         placement: Placement of experts, which determines the number of slots.
+        pool_ranks: Number of ranks of the pool; None is the whole service.
 
     Raises:
         SizeError, UnknownDeviceError, PreflightError, ConfigError, UnsupportedModelError: The model or device is unsuitable.
@@ -63,8 +64,10 @@ def from_roofline(asked: SimulateOptions, placement: str) -> Subject:
     assert asked.model is not None, "the command line checks it"
     device = device_named(asked.device)
     options = options_from_keywords(str(asked.model), asked.served, environment={})
+    all_ranks = options.given_ranks or DEFAULT_RANKS
+    options = replace(options, pools=None, data_parallel_size=pool_ranks or all_ranks)
     options = with_limits(replace(options, device="cpu" if device.is_cpu else "cuda"))
-    num_ranks = options.data_parallel_size or DEFAULT_RANKS
+    num_ranks = pool_ranks or all_ranks
     config = redundant(asked, options.engine.eplb_config, num_ranks, placement)
     options = options.with_engine(eplb_config=config)
     engine = options.engine
@@ -94,7 +97,7 @@ def from_roofline(asked: SimulateOptions, placement: str) -> Subject:
         ),
         times=Roofline(
             model.costs,
-            device.shared_by(min(num_ranks, device.node_ranks)),
+            device.shared_by(min(all_ranks, device.node_ranks)),
             engine_of(device, options),
             slots_per_rank=memory.slots_per_rank,
         ),
@@ -111,7 +114,7 @@ def from_roofline(asked: SimulateOptions, placement: str) -> Subject:
 
 def redundant(asked: SimulateOptions, config: EplbConfig, num_ranks: int, placement: str) -> EplbConfig:
     """Set the redundant experts of a placement: none for `linear`, otherwise the given number or one per rank."""
-    if placement == "linear":
+    if placement == "linear" or num_ranks == 1:  # a rank holds no expert twice
         return replace(config, num_redundant_experts=0)
     return config if asked.says_redundancy else replace(config, num_redundant_experts=num_ranks)
 
@@ -149,7 +152,7 @@ def from_service(
     served = asked.served
     options = options_from_keywords("demo", served, environment={})
     engine = options.engine
-    num_ranks = options.data_parallel_size or int(info["dp_size"])
+    num_ranks = options.given_ranks or int(info["dp_size"])
     batched = engine.max_num_batched_tokens or int(info["chunked_prefill_size"])
     seqs = engine.max_num_seqs or int(info["max_running_requests"]) // num_served
     longest = engine.max_model_len or int(info["context_length"])

@@ -65,6 +65,25 @@ def test_routers_and_placements_are_compared_side_by_side(
     assert line.split()[1:] == list(ROUTER_NAMES) * len(PLACEMENT_NAMES)
 
 
+def test_pools_are_simulated_with_their_roles(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = _words(
+        folder, "--pools", "prefill:1,decode:1", "--prefill-threshold", "30", "--kv-cache-memory", "64M"
+    )
+    assert main([*words, "--json", "--transfer-rate", "1e6"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ranks"] == 2
+    assert found["pools"] == [
+        {"name": "prefill", "role": "prefill", "ranks": 1},
+        {"name": "decode", "role": "decode", "ranks": 1},
+    ]
+    (run,) = found["runs"]
+    assert run["num_requests"] == 30 and 0 < run["num_hand_overs"] < 30, "short prompts stay"
+    assert 0 <= run["hand_over_computed_tokens"] < 16 and run["hand_over_ms"]["p50"] > 0
+    assert main(words) == 0
+    table = capsys.readouterr().out
+    assert "2 ranks (prefill 1, decode 1)" in table and "requests handed over" in table
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [
@@ -89,6 +108,8 @@ def test_routers_and_placements_are_compared_side_by_side(
         ),
         (["--quantization", "fp8"], "--quantization is fp8, but the weights of"),
         (["--expert-skew", "1000"], "--expert-skew is 1000.0; it must be 0 to 10"),
+        (["--pools", "prefill:2"], "invalid --pools 'prefill:2': no pool has the role decode or both"),
+        (["--transfer-rate", "0"], "--transfer-rate is 0.0; it must be above 0"),
         (["--load-window", "1e-320"], "--load-window is 1e-320; it must be 1 to 1000000"),
     ],
 )

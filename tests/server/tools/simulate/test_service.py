@@ -12,13 +12,14 @@ import pytest
 from expert_placement.config import EplbConfig
 from scheduler.policy.skipping import SkippingScheduler
 from server.front.routers import ROUTERS
+from server.options.pools import read_pools, single_pool
 from server.options.table import ROUTER_NAMES
 from server.tools.simulate import service
 from server.tools.simulate.experts import ExpertBalance, ExpertLoads, ExpertModel, generated_loads
 from server.tools.simulate.figures import SimulationReport, Slo, causes_of
 from server.tools.simulate.measured import MeasuredTimes
 from server.tools.simulate.rank import RankLimits
-from server.tools.simulate.service import PreemptedError, SimulatedService
+from server.tools.simulate.service import PoolSetup, PreemptedError, SimulatedService
 from server.tools.size.costs.step_times import RankRows, StepCost
 from server.tools.traces import TracedRequest
 
@@ -54,19 +55,25 @@ def _service(
     is_stepwise: bool = False,
     has_shared_prefixes: bool = True,
     ended: Callable[[float], None] | None = None,
+    pools: str | None = None,
+    **how: float,
 ) -> SimulatedService:
+    """`pools`: as `--pools`, instead of one pool of `num_ranks` ranks."""
     model = ExpertModel(num_layers=2, num_experts=16, top_k=2, expert_bytes=1000)
-    config = EplbConfig(num_redundant_experts=num_ranks, step_interval=200, window_size=100, min_gain=0.0)
-    experts = ExpertBalance(placement, model, _loads(), num_ranks, config)
+    setups = []
+    for pool in single_pool(num_ranks) if pools is None else read_pools(pools):
+        config = EplbConfig(
+            num_redundant_experts=pool.num_ranks, step_interval=200, window_size=100, min_gain=0.0
+        )
+        experts = ExpertBalance(placement, model, _loads(), pool.num_ranks, config)
+        setups.append(PoolSetup(pool, limits, TIMES, experts))
     return SimulatedService(
-        num_ranks,
-        limits,
-        ROUTERS[router](num_ranks),
-        TIMES,
-        experts,
+        setups,
+        ROUTERS[router](setups[-1].pool.ranks.stop),
         is_stepwise=is_stepwise,
         has_shared_prefixes=has_shared_prefixes,
         ended=ended,
+        **how,
     )
 
 
@@ -97,6 +104,61 @@ def test_fast_forward_equals_step_by_step(router: str, changes: dict[str, int]) 
         fast = _run(trace, _service(2, router, limits))
         slow = _run(trace, _service(2, router, limits, is_stepwise=True))
         assert fast == slow
+
+
+@pytest.mark.parametrize(
+    "pools",
+    [
+        "prefill:1,decode:1",
+        "both:1,both:1",
+        pytest.param("prefill:1,decode:2,both:1", marks=pytest.mark.slow),
+    ],
+)
+def test_fast_forward_equals_step_by_step_with_pools(pools: str) -> None:
+    """Except for samples of the cache: a step of another pool may be planned or not."""
+    for trace in (_trace(1, 20, mean_gap_s=0.02), _growing()):
+        fast, slow = (
+            replace(_run(trace, _service(0, "prefix", pools=pools, is_stepwise=is_stepwise)), kv_usage={})
+            for is_stepwise in (False, True)
+        )
+        assert fast == slow
+        assert not fast.num_hand_overs or pools.startswith("prefill")
+
+
+def _beside_prompts() -> list[TracedRequest]:
+    """Return streams with short prompts, and long prompts with short answers that arrive meanwhile."""
+    streams = [TracedRequest(0.01 * number, 30, 250, ()) for number in range(6)]
+    return streams + [TracedRequest(0.5 + 0.4 * number, 1200, 2, ()) for number in range(8)]
+
+
+def test_prompts_of_another_pool_delay_no_stream() -> None:
+    apart = _run(_beside_prompts(), _service(0, "prefix", pools="prefill:1,decode:1"))
+    mixed = _run(_beside_prompts(), _service(2, "prefix"))
+    assert apart.num_hand_overs > 4 and apart.num_requests == mixed.num_requests == 14
+    assert apart.itl_ms["p99"] < 0.8 * mixed.itl_ms["p99"]
+    assert apart.hand_over_computed_tokens < 16
+
+
+def test_a_hand_over_takes_the_time_of_its_transfer_and_computes_less_than_a_block_again() -> None:
+    def hand_over_ms(transfer_tokens_per_s: float) -> float:
+        report = _run(
+            [TracedRequest(1.0, 1000, 3, ())],
+            _service(0, "prefix", pools="prefill:1,decode:1", transfer_tokens_per_s=transfer_tokens_per_s),
+        )
+        assert report.num_hand_overs == 1 and report.hand_over_computed_tokens == 1000 % 16
+        return report.hand_over_ms["mean"]
+
+    step_ms = 1e3 * (0.01 + 9 * 2e-5)
+    assert step_ms < hand_over_ms(1e9) < 5 * step_ms
+    assert 480 < hand_over_ms(2e3) - hand_over_ms(1e9) < 500
+
+
+def test_a_request_without_a_place_in_the_other_pool_goes_on_where_it_is() -> None:
+    """One seat per rank: a second request waits for it at the rank that ran its prompt."""
+    trace = [TracedRequest(0.1 * number, 200, 60, ()) for number in range(4)]
+    limits = LIMITS._replace(max_num_seqs=1)
+    report = _run(trace, _service(0, "prefix", limits, pools="prefill:1,decode:1"))
+    assert report.num_requests == 4 and 0 < report.num_hand_overs < 8
 
 
 def test_a_trace_without_shared_prefixes_comes_out_the_same_where_none_is_remembered() -> None:
