@@ -182,11 +182,15 @@ class BlockPool:
 
         `secret`: the key of the hash of later prefixes (16 to 64 bytes), if other processes must compute the same keys.
         """
+        self.free_cached()
+        self._prefixes.renew(secret)
+
+    def free_cached(self) -> None:
+        """Free all cached blocks. The same prefixes keep their keys."""
         for block_id in self._cached:
             self._prefixes.remove(block_id)
             self._free.append(block_id)
         self._cached.clear()
-        self._prefixes.renew(secret)
 
     def _is_held(self, key: bytes) -> bool:
         block_id = self._prefixes.block_of(key)

@@ -130,6 +130,13 @@ class StatePool:
             del self._cached[slot]
             self._free.append(slot)
 
+    def free_cached(self) -> None:
+        """Free all snapshots without holders."""
+        for slot in self._cached:
+            del self._slot_of[self._key_of.pop(slot)]
+            self._free.append(slot)
+        self._cached.clear()
+
     def _take(self) -> int:
         if self._free:
             slot = self._free.pop()

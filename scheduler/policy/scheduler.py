@@ -193,6 +193,17 @@ class Scheduler:
             self._tables.tiers.collect(now_s)
             self._roster.bring_back()
 
+    @property
+    def holds_blocks(self) -> bool:
+        """Whether the content of some block or state slot may still be read or written: by a request, or by a tier."""
+        tiers = self._tables.tiers
+        return self.has_work or (tiers is not None and tiers.has_jobs)
+
+    def free_cached(self) -> None:
+        """Free all cached prefixes on the device before its memory loses its content. Tiers keep theirs."""
+        assert not self.holds_blocks, "a request or a tier uses a block"
+        self._tables.free_cached()
+
     def forget_prefixes(self, generation: int) -> None:
         """Hide the present prefix cache from requests that have not begun and from later ones.
 

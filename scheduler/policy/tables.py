@@ -67,6 +67,12 @@ class BlockTables:
         """Hide all cached prefixes. Those in tiers are hidden if their generation is older than this one."""
         self._pool.forget_prefixes(None if self.tiers is None else self.tiers.forget(generation))
 
+    def free_cached(self) -> None:
+        """Free all cached blocks and snapshots. Tiers keep theirs, under the same keys."""
+        self._pool.free_cached()
+        if self._state_pool is not None:
+            self._state_pool.free_cached()
+
     def seat(self, sequence: Sequence, num_spare_blocks: int) -> bool:
         """Give a waiting sequence its cached prefix, if enough blocks for its other tokens are free.
 

@@ -103,6 +103,11 @@ class TierTables:
         """What the tiers did."""
         return self._tiers.figures
 
+    @property
+    def has_jobs(self) -> bool:
+        """Whether a save or a load was not taken back yet."""
+        return bool(self._loads or any(self._num_saves.values()))
+
     def offer_blocks(self, sequence: Sequence, num_published: int, *, is_bounded: bool = True) -> None:
         """Save the sequence's first blocks, up to `num_published`, that were not offered before.
 

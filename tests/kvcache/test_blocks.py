@@ -56,6 +56,19 @@ def test_releasing_twice_and_sharing_unpublished_blocks_are_caught() -> None:
         pool.publish(table[0], [1, 2], None)
 
 
+def test_freed_prefixes_are_not_found_and_keep_their_keys() -> None:
+    pool = BlockPool(6, 2, secret=SECRET)
+    free, held = fill(pool, [1, 2, 3, 4]), fill(pool, [5, 6])
+    keys = pool.keys_of([1, 2, 3, 4])
+    pool.release(free)
+    assert pool.num_cached == 2
+    pool.free_cached()
+    assert (pool.num_cached, pool.num_free) == (0, 5)
+    assert pool.match([1, 2, 3, 4]) == [] and pool.match([5, 6]) == held
+    again = fill(pool, [1, 2, 3, 4])
+    assert [pool.key_of(block_id) for block_id in again] == keys == pool.keys_of([1, 2, 3, 4])
+
+
 def test_match_stops_at_the_first_difference_and_ignores_a_partial_block() -> None:
     pool = BlockPool(8, 2)
     table = fill(pool, [1, 2, 3, 4, 5, 6])

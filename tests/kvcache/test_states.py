@@ -70,3 +70,20 @@ def test_two_slots_with_one_key_are_one_snapshot() -> None:
     pool.forget(b"a")
     pool.give(first)
     assert pool.num_free == pool.num_left_over == 2
+
+
+def test_freed_snapshots_are_not_found_and_held_ones_stay() -> None:
+    pool = StatePool(3)
+    slots = []
+    for key in (b"a", b"b"):
+        slot = pool.take_left_over()
+        assert slot is not None
+        pool.publish(slot, key)
+        slots.append(slot)
+    pool.give(slots[0])
+    pool.free_cached()
+    assert pool.find([b"a"]).slot == NO_STATE and pool.find([b"b"]).slot == slots[1]
+    pool.give(slots[1])
+    pool.free_cached()
+    assert pool.find([b"b"]).slot == NO_STATE and pool.num_left_over == 3
+    assert [pool.take_left_over() is not None for _ in range(4)] == [True, True, True, False]

@@ -206,6 +206,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def forget_prefixes(self, generation: int) -> None:
         self.rank.scheduler.forget_prefixes(generation)
 
+    @precondition(lambda self: not self.rank.scheduler.holds_blocks)
+    @rule()
+    def release_memory(self) -> None:
+        self.rank.scheduler.free_cached()
+        self.rank.lose_memory()
+
     @rule(passed_s=st.integers(1, 6))
     def expire(self, passed_s: int) -> None:
         self.now_s += passed_s

@@ -125,6 +125,34 @@ def test_saves_hold_at_most_a_fourth_of_the_blocks_and_the_rest_is_counted() -> 
     assert rank.tiers.figures.num_dropped == 3
 
 
+@pytest.mark.parametrize("states", [0, 8])
+def test_a_rank_that_loses_its_memory_loads_its_prefixes_from_tiers(states: int) -> None:
+    rank = rank_with_tiers(states=states)
+    serve(rank, ask("first", [*PREFIX, 0]))
+    assert not rank.scheduler.holds_blocks
+    rank.scheduler.free_cached()
+    rank.lose_memory()
+    assert (rank.pool.num_cached, rank.pool.num_free) == (0, 12)
+    serve(rank, ask("again", [*PREFIX, 3]))
+    (output, *_) = rank.outputs["again"]
+    assert output.num_cached_tokens == output.num_host_tokens == len(PREFIX)
+
+
+def test_blocks_that_a_tier_still_copies_are_not_released() -> None:
+    rank = rank_with_tiers()
+    rank.tiers.chance = 0.0
+    rank.scheduler.add(ask("one", [*PREFIX, 0], max_tokens=1))
+    rank.plan()
+    rank.finish()
+    assert not rank.scheduler.has_work and rank.scheduler.holds_blocks
+    with pytest.raises(AssertionError, match="a request or a tier uses a block"):
+        rank.scheduler.free_cached()
+    rank.tiers.chance = 1.0
+    rank.scheduler.collect(0.0)
+    assert not rank.scheduler.holds_blocks
+    rank.scheduler.free_cached()
+
+
 def test_prompt_logprobs_load_nothing() -> None:
     rank = rank_with_tiers()
     serve(rank, ask("first", [*PREFIX, 0]))

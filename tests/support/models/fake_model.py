@@ -96,6 +96,11 @@ class PlannedRank:
         """Write a state from outside."""
         self._states[slot] = list(token_ids)
 
+    def lose_memory(self) -> None:
+        """Lose the content of all blocks and states."""
+        for content in (self._rows, self._is_long, self._states):
+            content.clear()  # type: ignore[attr-defined]
+
     def collect(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
             earlier = self.outputs.setdefault(output.request_id, [])
