@@ -159,6 +159,11 @@ class SpareSlots:
             weights.down.release()
 
     @property
+    def free(self) -> list[ExpertWeights]:
+        """The free slots."""
+        return [weights for free in self._free.values() for weights in free]
+
+    @property
     def num_free(self) -> int:
         """Number of free slots."""
         return sum(len(free) for free in self._free.values())

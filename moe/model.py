@@ -6,7 +6,7 @@ packed batch [1, T], which a `Step` describes; see `Model.forward`.
 Legend: T tokens (padded rows), V vocabulary, R rows that need logits.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -23,6 +23,7 @@ from attention.transformers_names import CACHE
 from dispatch.dispatched import TokenDispatcher
 from expert_placement.placement import EMPTY, Placement
 from kvcache.codes import CODES
+from kvcache.memory import give_back
 from kvcache.paged_cache import PagedCache
 from kvcache.step import Step
 from moe.backend import Backend, ExpertLayer
@@ -178,6 +179,40 @@ class Model:
             for index, (name, module) in enumerate(self.skeleton.experts.items()):
                 read = partial(self._read_expert, name, module)
                 change_slots(self.layers[index], held[index], wanted[index], read, spare, most_spare)
+
+    def release_experts(self, spare: SpareSlots) -> None:
+        """Give back the memory of this rank's experts, and of spare slots, while no step runs. On a CPU only.
+
+        Their addresses stay valid. No step may run before `read_experts` has filled them again.
+        """
+        own = (read_slot(layer, slot) for layer in self.layers for slot in range(layer.up.num_slots))
+        for weights in (*own, *spare.free):
+            give_back(weights.tensors().values())
+
+    def read_experts(self, held: Held, is_over: Callable[[], bool]) -> bool:
+        """Read all experts that this rank's slots hold again. Any thread, while no step runs.
+
+        Args:
+            held: Experts of the slots.
+            is_over: Whether the experts are not needed any more; called before each one.
+
+        Returns:
+            Whether all were read.
+
+        Raises:
+            CheckpointError, OSError, SafetensorError: An expert could not be read.
+        """
+        with torch.no_grad():  # as in `hold`
+            for layer, (name, module), experts in zip(
+                self.layers, self.skeleton.experts.items(), held, strict=True
+            ):
+                for slot, expert in enumerate(experts):
+                    if is_over():
+                        return False
+                    if expert != EMPTY:
+                        self._read_expert(name, module, expert, read_slot(layer, slot))
+        self.checkpoint.release_memory()
+        return True
 
     def serve(self, placement: Placement, rank: int, dispatcher: TokenDispatcher) -> None:
         """Switch to another group of ranks; the slots already hold this rank's experts. Local, while no step runs.

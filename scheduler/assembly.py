@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch.distributed import Store
 
 from dispatch.dispatched import TokenDispatcher, UnconnectedDispatcher
@@ -15,12 +16,15 @@ from dispatch.errors import WireUnavailable
 from dispatch.wires.segment import available_bytes
 from expert_placement.placement import Placement
 from kvcache.blocks import BlockPool
+from kvcache.memory import give_back
 from kvcache.paged_cache import BLOCK_TOKENS, PagedCache
 from kvcache.states import StatePool
 from kvcache.step import Step
 from kvcache.tiers.jobs import PeerAddress
 from kvcache.tiers.peers import PeerNetwork
+from kvcache.unit import block_parts, state_parts
 from moe.backend import Backend
+from moe.load.checkpoint import CheckpointError
 from moe.load.loader import Report
 from moe.long_rotary import limit_of
 from moe.model import Model, Skeleton
@@ -44,6 +48,7 @@ from scheduler.step.device_memory import DeviceMemory, Measurement, device_memor
 from scheduler.step.draft_passes import DraftPasses
 from scheduler.step.groups import check_agreed, hosts_of, open_groups
 from scheduler.step.lockstep import Doorbell, describe_modes
+from scheduler.step.memory_switch import MemoryParts, MemorySwitch
 from scheduler.step.parts import (
     backend_of,
     can_replay,
@@ -185,6 +190,7 @@ def assemble(
         structures,
         heart,
         epochs,
+        memory=MemorySwitch(_memory_parts(scheduler, cache, model, relocation)),
         prefill_pace=pace,
         drafter=drafter,
         overlaps=_overlaps(config, drafter, size),
@@ -239,6 +245,23 @@ def _overlaps(config: EngineConfig, drafter: Drafter | None, size: CacheSize) ->
     wanted = config.device.startswith("cuda") if config.overlaps_steps is None else config.overlaps_steps
     can_run_again = config.world_size == 1 or not size.num_states
     return wanted and drafter is None and can_run_again
+
+
+def _memory_parts(
+    scheduler: Scheduler, cache: PagedCache, model: Model, relocation: Relocation
+) -> MemoryParts:
+    def free_cache() -> None:
+        scheduler.free_cached()
+        give_back([*block_parts(cache), *state_parts(cache)])
+
+    def read_experts(is_over: Callable[[], bool]) -> bool:
+        held = relocation.placement.local(relocation.place).tolist()
+        try:
+            return model.read_experts(held, is_over)
+        except (SafetensorError, OSError, RuntimeError) as error:
+            raise CheckpointError(f"the experts could not be read again: {error}") from error
+
+    return MemoryParts(free_cache, lambda: model.release_experts(relocation.spare), read_experts)
 
 
 def _make_epochs(config: EngineConfig, parts: RankParts, links: EpochLinks | None) -> EpochFollower:

@@ -2,8 +2,9 @@
 
 Other threads put requests into an inbox; only the loop touches scheduler and model. Each step: agree with all ranks
 what to do, take the inbox, plan, post the header of the next step, run, commit, deliver outputs. An idle rank runs the
-step too, on padded rows, because other ranks' tokens need its experts. If no rank has work, all sleep. If ranks agreed
-on a largest number of tokens for a step, the step keeps to it: later arrivals only fill the room that is left.
+step too, on padded rows, because other ranks' tokens need its experts. If no rank has work, all sleep, and may release memory
+first (`step.memory_switch`). If ranks agreed on a largest number of tokens for a step, the step keeps to it: later arrivals only
+fill the room that is left.
 
 On GPUs a step is launched while the one before runs (`step.overlap`). A rank that serves alone is not bound by what was
 agreed before a request arrived.
@@ -41,6 +42,7 @@ from scheduler.policy.request import (
 from scheduler.policy.scheduler import Scheduler
 from scheduler.sampling.sampler import Sampled
 from scheduler.step.lockstep import Agreement, Decision, Doorbell, LockStep
+from scheduler.step.memory_switch import MemorySwitch
 from scheduler.step.overlap import OverlappedSteps
 from scheduler.step.plan_time import PlanTime
 from scheduler.step.prefill_pace import PrefillPace
@@ -83,6 +85,7 @@ class Engine:
         heart: Heart,
         epochs: EpochFollower | None = None,
         *,
+        memory: MemorySwitch,
         prefill_pace: PrefillPace | None = None,
         drafter: Drafter | None = None,
         overlaps: bool = False,
@@ -94,6 +97,7 @@ class Engine:
 
         Args:
             lockstep: Lock-step of this rank's first epoch. None if the rank waits for an order to join one.
+            memory: Which parts of the rank's memory are there.
             epochs: Follows orders. With None there are no orders, and a lost rank is an error.
             prefill_pace: Limits the prompt tokens in a step that also decodes. None sets no limit.
             drafter: The scheduler's drafter; learns the duration of steps.
@@ -115,6 +119,8 @@ class Engine:
         self._serving: _Serving | None = None
         self._relocation = relocation
         relocation.on_news = self._wake
+        self.memory = memory
+        memory.on_news = self._wake
         self._tiers = tiers
         if tiers is not None:
             tiers.on_idle = self._wake
@@ -205,6 +211,7 @@ class Engine:
         self._structures.close()
         if self._tiers is not None:
             self._tiers.close()
+        self.memory.end_epoch()
         if self._epochs is not None:
             self._epochs.close()
 
@@ -243,6 +250,7 @@ class Engine:
         """Run steps until all ranks stop or the epoch ends. Return which of the two happened."""
         reason = ""
         self._heart.progress.begin_epoch(lockstep.epoch, lambda: self._runner.dispatcher.exchanges)
+        self.memory.begin_epoch()
         if self._epochs is not None:
             self._serving = _Serving(self._runner.dispatcher, lockstep, self._epochs.members)
             if (newest := self._epochs.orders.newest) is not None:
@@ -260,6 +268,7 @@ class Engine:
             assert self._epochs is not None, "without orders no rank announces one"
             self._lockstep = self._serving = None
             self._heart.progress.end_epoch()
+            self.memory.end_epoch()
             self._epochs.end(lockstep, reason)
         return decision
 
@@ -290,6 +299,8 @@ class Engine:
                 self._relocation.pace.rest()
                 self._runner.rest()
                 progress.is_idle = True
+                if agreement.memory_number is not None:
+                    self.memory.switch(agreement.memory_number)
                 self._sleep(lockstep)
                 self._post_next(lockstep, 0)
                 continue
@@ -405,9 +416,13 @@ class Engine:
         self._outputs += self._take_inbox()
         now_s = self._clock()
         self._outputs += self._scheduler.expire(now_s)
-        return self._scheduler.schedule(
+        batch = self._scheduler.schedule(
             prefill_budget=agreement.prefill_budget, most_tokens=agreement.agreed_tokens or None, now_s=now_s
         )
+        assert not batch.items or self.memory.is_whole, (
+            "a request runs on a rank that has released its memory"
+        )
+        return batch
 
     def _post_next(self, lockstep: LockStep, place: int) -> None:
         """Post what one of the steps that are not committed will hold: the one that broke off in the last epoch, or a new one."""
@@ -442,6 +457,7 @@ class Engine:
             prefill_budget=self._prefill_pace.budget(num_decodes, self._scheduler.num_open),
             draft_depth=self._draft_depth(),
             num_context=self._scheduler.num_context,
+            memory_number=self.memory.number_to_post(is_idle=self._is_idle),
         )
 
     def _draft_depth(self) -> int:
@@ -452,12 +468,18 @@ class Engine:
     def _ordered_epoch(self, lockstep: LockStep) -> int:
         return lockstep.epoch if self._epochs is None else self._epochs.orders.newest_epoch(lockstep.epoch)
 
+    @property
+    def _is_idle(self) -> bool:
+        """Whether nothing here reads or writes blocks or experts, until a request or a move of experts comes."""
+        return not (self._inbox or self._scheduler.holds_blocks or self._relocation.is_moving)
+
     def _sleep(self, lockstep: LockStep) -> None:
         with self._lock:
             self._sleeping_step = lockstep.step
             has_order = self._ordered_epoch(lockstep) != self._told_epoch
             has_jobs = self._tiers is not None and self._tiers.has_finished
-            if self._inbox or self._is_stopping or has_order or has_jobs or self._relocation.has_news:
+            has_moved = self._relocation.has_news or self.memory.has_news(is_idle=self._is_idle)
+            if self._inbox or self._is_stopping or has_order or has_jobs or has_moved:
                 self._doorbell.ring(lockstep.step)
         self._doorbell.wait(lockstep.step)
         with self._lock:

@@ -83,6 +83,7 @@ class Relocation:
         self._is_closed = False
         self._lock = threading.Condition()
         self._wanted: deque[Placement] = deque()
+        self._is_attempting = False
         self._ready: _Staged | None = None
         self._posted_version = placement.version
         self._dropped_version: int | None = None
@@ -130,6 +131,12 @@ class Relocation:
             if version > self.placement.version:
                 self._dropped_version = version
         self.on_news()
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether experts are on the way, or arrived and do not serve yet."""
+        with self._lock:
+            return bool(self._wanted or self._is_attempting or self._ready is not None)
 
     @property
     def has_news(self) -> bool:
@@ -182,22 +189,24 @@ class Relocation:
                 if self._is_closed:
                     return
                 target, previous = self._wanted.popleft(), self._ready
+                self._is_attempting = True
                 staged = _Staged(target, self.placement, self._channel, begun_s=self._clock())
             problem = self._attempt(staged, previous)
             staged.seconds = self._clock() - staged.begun_s
             with self._lock:
-                if staged.channel is not self._channel:  # its epoch is over
-                    self._discard(staged)
-                    continue
-                if problem is None:
-                    self._ready = staged
-                else:
-                    self._discard(staged)
-                # Under the lock, so that this report precedes the step loop's report that the placement serves.
-                self._report(
-                    staged, MoveState.VERIFIED if problem is None else MoveState.FAILED, problem=problem
-                )
+                self._is_attempting = False
+                self._end_attempt(staged, problem)
             self.on_news()
+
+    def _end_attempt(self, staged: _Staged, problem: _Problem | None) -> None:
+        """Keep or discard what arrived. Under the lock, so that the report precedes the one that the placement serves."""
+        is_over = staged.channel is not self._channel  # its epoch
+        if problem is None and not is_over:
+            self._ready = staged
+        else:
+            self._discard(staged)
+        if not is_over:
+            self._report(staged, MoveState.VERIFIED if problem is None else MoveState.FAILED, problem=problem)
 
     def _attempt(self, staged: _Staged, previous: _Staged | None) -> _Problem | None:
         """Move and verify. Returns the problem, if any."""

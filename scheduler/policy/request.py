@@ -20,6 +20,11 @@ class FinishReason(Enum):
     DEADLINE = "deadline"  # the request's own deadline passed
     ERROR = "error"  # the rank could not serve it; the message gives the reason
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether an answer with this end is shorter than the model would have made it."""
+        return self in (FinishReason.LENGTH, FinishReason.ABORT)
+
 
 STRUCTURE_KINDS = ("json_schema", "json_object", "regex", "choice", "grammar", "tool_calls")
 
@@ -157,6 +162,14 @@ class ForgetPrefixes(NamedTuple):
     generation: (
         int  # grows with every such order; equal on all ranks, also for those that get the order later
     )
+
+
+class MemoryOrder(NamedTuple):
+    """Which parts of its memory a rank keeps. A part that was released comes back without its content, or is read again."""
+
+    number: int  # grows with every order, also over restarts of the front; 0 before the first
+    has_cache: bool = True  # the memory of blocks and recurrent states
+    has_experts: bool = True  # the weights of its experts
 
 
 @dataclass(frozen=True, kw_only=True)

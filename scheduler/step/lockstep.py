@@ -55,6 +55,7 @@ class Header(NamedTuple):
     prefill_budget: int = 0  # prompt tokens that it could run in addition to decodes; 0: no limit
     draft_depth: int = 0  # drafts that it would make after the step
     num_context: int = 0  # tokens of the running sequences
+    memory_number: int = 0  # the newest memory order that it could follow
 
 
 class Decision(Enum):
@@ -79,6 +80,7 @@ class Agreement(NamedTuple):
     others_prefill: int = 0  # most prompt tokens that another rank announced
     # If this rank waits before its experts get rows, the cause; one of WAIT_CAUSES.
     wait_cause: str = "other"
+    memory_number: int | None = None  # the memory order that all ranks could follow, if none has work
 
 
 def decide(headers: Sequence[Header]) -> Decision:
@@ -106,6 +108,12 @@ def agree_on_switch(headers: Sequence[Header]) -> int | None:
     ready = {header.ready_version for header in headers}
     version = headers[0].ready_version
     return version if len(ready) == 1 and version != headers[0].placement_version else None
+
+
+def agree_on_memory(headers: Sequence[Header], decision: Decision) -> int | None:
+    """Return the memory order that all ranks follow now. None unless all could and none has work."""
+    numbers = {header.memory_number for header in headers}
+    return headers[0].memory_number if decision is Decision.SLEEP and len(numbers) == 1 else None
 
 
 def agree_on_tokens(
@@ -208,16 +216,18 @@ class LockStep:
         prefill_budget: int = 0,
         draft_depth: int = 0,
         num_context: int = 0,
+        memory_number: int = 0,
     ) -> None:
-        """Post this rank's work of the next step, the placement to which it could switch, and the newest epoch to
-        which it was ordered."""
+        """Post this rank's work of the next step, the placement to which it could switch, the newest epoch to which it was
+        ordered, and the newest memory order that it could follow."""
         flags = int(has_work), int(is_stopping), int(has_prefill)
         ready = self.placement_version if ready_version is None else ready_version
         ordered = self.epoch if ordered_epoch is None else ordered_epoch
         place = self.step, self.epoch, self.placement_version
         self._own = Header(
-            *place, *flags, num_decodes, ready, num_prefill, ordered, prefill_budget, draft_depth, num_context
-        )
+            *place, *flags, num_decodes, ready, num_prefill, ordered, prefill_budget, draft_depth, num_context,
+            memory_number,
+        )  # fmt: skip
         self._mailbox.post(self._own)
 
     def agree(self) -> Agreement:
@@ -242,8 +252,9 @@ class LockStep:
         others.remove(announced_prefill(self._own, budget))
         cause = cause_of_waiting(self._own, headers, budget)
         return Agreement(
-            decision, tokens, switch_to, has_prefill, budget, depth, max(others, default=0), cause
-        )
+            decision, tokens, switch_to, has_prefill, budget, depth, max(others, default=0), cause,
+            agree_on_memory(headers, decision),
+        )  # fmt: skip
 
     def interrupt(self, error: DispatchError) -> None:
         """End present and future waits for headers with an error. Any thread may call this."""

@@ -38,7 +38,7 @@ def test_a_rank_that_an_order_leaves_out_is_not_waited_for_whenever_it_comes(mom
     regrouping = Mock(members=(0, 1))
     epochs = EpochFollower(regrouping, timeout_s=30.0)
     runner = Mock()
-    engine = Engine(0, Mock(), runner, None, Mock(), Mock(), Mock(), Mock(), epochs)
+    engine = Engine(0, Mock(), runner, None, Mock(), Mock(), Mock(), Mock(), epochs, memory=Mock())
     newer = Order(2, (0,), PLACEMENT)
 
     def follow(order: Order, *_: object) -> Links:

@@ -34,7 +34,7 @@ from scheduler.epochs.heartbeat import MOVES_TO_LEARN, Suspect, Watch
 from scheduler.epochs.orders import Order
 from scheduler.moves.reports import PlacementReport
 from scheduler.policy.config import EngineConfig
-from scheduler.policy.request import RankStats, Request, RequestOutput
+from scheduler.policy.request import MemoryOrder, RankStats, Request, RequestOutput
 from scheduler.step.groups import StoreDoorbell
 from tests.support.ranks import GROUP_TIMEOUT_S, PR_SET_PDEATHSIG, rank_context
 
@@ -110,6 +110,7 @@ class Crew:
         self.ends: dict[str, str] = {}  # finish reasons, by request
         self.stats: dict[int, RankStats] = {}
         self.reports: list[PlacementReport] = []
+        self.switched: dict[int, int] = {}  # by rank: the memory order that it followed last
         self.left: dict[int, End] = {}
         self._requests: dict[str, tuple[int, Request]] = {}
         self.home: Placement | None = None
@@ -171,6 +172,17 @@ class Crew:
         """Start a change of placement on all members."""
         for rank in self.members:
             self._send(rank, "move", target)
+
+    def sleep(self, order: MemoryOrder, *, wait: bool = True) -> None:
+        """Order all members to change their memory, and wait until they have."""
+        for rank in self.members:
+            self.tell_memory(rank, order)
+        if wait:
+            self.until(lambda: all(self.switched.get(rank) == order.number for rank in self.members))
+
+    def tell_memory(self, rank: int, order: MemoryOrder) -> None:
+        """Order one rank to change its memory."""
+        self._send(rank, "memory", order)
 
     def replay(self, lost: int, to: int) -> None:
         """Resubmit a lost rank's open requests with the tokens it had delivered."""
@@ -241,6 +253,7 @@ class Crew:
             self.processes[rank].join(10)
             self.ready.discard(rank)
             self.serves.pop(rank, None)
+            self.switched.pop(rank, None)
             self.lost.append(rank)
             return True
         if verb == "heartbeat":
@@ -259,6 +272,8 @@ class Crew:
             self.serves[rank] = what
         elif verb == "report":
             self.reports.append(what)
+        elif verb == "switched":
+            self.switched[rank] = what
         else:
             self.left[rank] = what
         return True
@@ -325,12 +340,13 @@ def _run(built: Assembled, pipe: Connection, doom: Doom | None) -> None:
         lambda beat: say("heartbeat", beat),
     )
     built.relocation.on_report = lambda report: say("report", report)
+    engine.memory.on_switched = lambda number: say("switched", number)
     if doom is not None:
         _doom(built, doom)
     say("ready", built.relocation.placement)
     verbs: dict[str, Callable[[Any], None]] = {
         "submit": engine.submit, "abort": engine.abort, "order": engine.regroup,
-        "move": built.relocation.prepare,
+        "move": built.relocation.prepare, "memory": engine.memory.order,
         "stop": lambda _: engine.stop(),
     }  # fmt: skip
 
