@@ -17,8 +17,16 @@ from dataclasses import dataclass
 from typing import Self
 
 from expert_placement.placement import Placement
-from scheduler.policy.request import FinishReason, Logprobs, RankStats, Request, RequestOutput, Withdraw
-from server.link.messages import Abort, Prepare, RankFacts, StepOutput, Stop, Submit, ToRank
+from scheduler.policy.request import (
+    FinishReason,
+    Logprobs,
+    MemoryOrder,
+    RankStats,
+    Request,
+    RequestOutput,
+    Withdraw,
+)
+from server.link.messages import Abort, MemorySwitched, Prepare, RankFacts, StepOutput, Stop, Submit, ToRank
 from server.link.rank_link import FrontLost, RankLink
 from server.machine.parent_death import die_with_parent
 
@@ -151,6 +159,8 @@ class PacedRank:
                 self._withdraw(request_id, even_if_begun=even_if_begun)
             case Prepare(placement):
                 self._on_prepare(self, placement)
+            case MemoryOrder(number):
+                self.link.send(MemorySwitched(number))
             case Stop():
                 self.close()
             case FrontLost():

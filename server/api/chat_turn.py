@@ -234,8 +234,13 @@ class ChatTurn:
                     message.tool_calls.append(ToolCall(call_id, name, delta.arguments))
                 case ToolCallDelta():
                     message.tool_calls[delta.index].arguments += delta.arguments
-        is_cut = self.tools.is_bound and piece.finish_reason is FinishReason.LENGTH
-        if is_cut and message.tool_calls and not _is_json(message.tool_calls[-1].arguments):
+        is_cut = piece.finish_reason is not None and piece.finish_reason.is_cut
+        if (
+            is_cut
+            and self.tools.is_bound
+            and message.tool_calls
+            and not _is_json(message.tool_calls[-1].arguments)
+        ):
             message.tool_calls.pop()
         return message
 

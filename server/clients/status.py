@@ -50,6 +50,9 @@ def _lines(status: Mapping[str, Any]) -> Iterator[str]:
         yield f"rank {each['rank']} waits after a fault: {each['reason']}"
     for each in status["draining"]:
         yield f"rank {each['rank']} is draining for {each['seconds']:.0f} s: {counted(each['requests'])} left"
+    if (sleep := status.get("sleep", {"level": 0}))["level"]:
+        how = "is waking up" if sleep["waking"] else f"sleeps at level {sleep['level']}"
+        yield f"the service {how}, and has refused requests for {sleep['seconds']:.0f} s"
     yield (
         f"since the start: {status['losses']} losses, {status['replays']} requests continued on another rank; "
         f"{status['waiting_requests']} requests wait for a rank"

@@ -30,6 +30,7 @@ class MoveCause(Enum):
     MEMORY = "memory"  # it runs, and its rank is short of blocks
     DRAIN = "drain"  # its rank is draining
     HAND_OVER = "hand_over"  # its rank runs prompts only
+    SLEEP = "sleep"  # the service falls asleep, and continues it after waking
 
 
 @dataclass(slots=True)
@@ -108,6 +109,7 @@ class RankLoads:
         self._step_tokens = np.full(num_ranks, USUAL_STEP_TOKENS)
         self._is_available = np.ones(num_ranks, dtype=bool)
         self._is_draining = np.zeros(num_ranks, dtype=bool)
+        self.is_paused = False  # no rank can be picked
         self._runs_prompts = np.ones(num_ranks, dtype=bool)  # by their roles
         self._runs_decodes = np.ones(num_ranks, dtype=bool)
         self._num_coming = np.zeros(num_ranks, dtype=np.int64)  # requests that other ranks will hand over
@@ -126,7 +128,7 @@ class RankLoads:
     @property
     def has_ranks(self) -> bool:
         """Whether any rank can be picked."""
-        return bool(self._is_available.any())
+        return not self.is_paused and bool(self._is_available.any())
 
     def enter(self, rank: int) -> None:
         """Make a rank available for picks."""
@@ -178,6 +180,10 @@ class RankLoads:
         others = self._is_available & ~self._is_draining
         others[rank] = False
         return bool(others.any())
+
+    def forget_prefixes(self) -> None:
+        """Forget which prefixes ranks hold."""
+        self._prefixes.clear()
 
     def held_tokens(self, prompt_ids: Sequence[int]) -> dict[int, int]:
         """Return the number of prefix tokens that each rank has seen, for ranks that have seen any."""

@@ -149,6 +149,12 @@ class MovePlans(RankLoads):
         begun = [each for each in reversed(self._loads.items()) if each[1].rank == rank and _stays(each[1])]
         return sorted(begun, key=lambda each: -each[1].priority)
 
+    def plan_pause(self) -> dict[str, int]:
+        """Choose all requests. While the router is paused, nothing is picked for them. As `plan_moves` otherwise."""
+        for load in self._loads.values():
+            load.cause, load.target = MoveCause.SLEEP, None
+        return {request_id: load.rank for request_id, load in self._loads.items()}
+
     def plan_drains(self) -> dict[str, int]:
         """Choose requests of draining ranks: all that wait, and the others as far as other ranks have room for them.
 

@@ -22,6 +22,10 @@ class PrefixMemory:
         for holders in self._holders.values():
             holders.pop(rank, None)
 
+    def clear(self) -> None:
+        """Forget all prefixes."""
+        self._holders.clear()
+
     def held_tokens(self, prompt_ids: Sequence[int]) -> dict[int, int]:
         """Return the number of prefix tokens that each rank has seen, for ranks that have seen any."""
         held: dict[int, int] = {}

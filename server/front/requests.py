@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from scheduler.policy.request import FinishReason, RankStats, RequestOutput
+from scheduler.policy.request import FinishReason, RankStats, RequestOutput, Withdraw
 from scheduler.structure.compiler import CLIENTS_FAULT, StructureError
 from server.front import errors
 from server.front.admission import Admission
@@ -266,7 +266,7 @@ class Requests:
         if target != rank:
             self._journal.take_back(request_id, cause)
             generation.num_moves += cause in (MoveCause.QUEUE, MoveCause.MEMORY)
-            generation.is_resuming = bool(request.replayed_ids)
+            generation.is_resuming = bool(request.replayed_ids) and cause is not MoveCause.SLEEP
             generation.is_handed_over = cause is MoveCause.HAND_OVER
         saved_tokens = output.num_saved_tokens
         self._submit(
@@ -278,9 +278,39 @@ class Requests:
         """Accepted choices that wait for a rank to return."""
         return len(self._parked.keys() - self._queued.keys())
 
+    @property
+    def num_at_ranks(self) -> int:
+        """Accepted choices that ranks have."""
+        return len(self._open) - len(self._parked) - len(self._held)
+
+    def abort_all(self) -> None:
+        """End every open request as aborted: clients get what was generated so far. Lines of batches are retried later."""
+        for generation in reversed(list(self._open.values())):  # held choices before those they follow
+            is_line = generation.asker.most_choices is not None
+            failure = errors.not_ready("it falls asleep") if is_line else None
+            self._abort(generation, FinishReason.ABORT, failure)
+
+    def pause(self) -> None:
+        """Take all requests back from their ranks, and keep them until `resume`. Their deadlines continue."""
+        self._router.is_paused = True
+        for request_id, rank in self._router.plan_pause().items():
+            self._ranks.post(rank, Withdraw(request_id, even_if_begun=True))
+
+    def resume(self) -> None:
+        """Submit the requests that `pause` kept. Their ranks have lost all cached prefixes since."""
+        self._router.is_paused = False
+        self._submit_parked()
+
+    def forget_prefixes(self) -> None:
+        """Route requests without regard to prefixes that ranks had cached so far."""
+        self._router.forget_prefixes()
+
     def enter(self, rank: int) -> None:
         """Route requests to a rank, and submit those that wait for one."""
         self._router.enter(rank)
+        self._submit_parked()
+
+    def _submit_parked(self) -> None:
         for request_id in list(self._parked):  # a loss meanwhile may end them or park them again
             generation = self._parked.pop(request_id, None)
             if generation is not None:

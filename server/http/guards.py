@@ -53,6 +53,10 @@ OPERATOR_PATHS = (  # in addition to requests to `_CHANGED` that change somethin
     "/reset_prefix_cache",
     "/flush_cache",
     "/ranks/drain",
+    "/sleep",
+    "/wake_up",
+    "/release_memory_occupation",
+    "/resume_memory_occupation",
 )
 _CHANGED = ("/experts/", "/pools")
 _MOST_SHOWN_CHARS = 100

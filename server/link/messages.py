@@ -33,7 +33,14 @@ from kvcache.tiers.jobs import PeerAddress
 from scheduler.epochs.heartbeat import Heartbeat
 from scheduler.epochs.orders import Order
 from scheduler.moves.reports import ExpertMap, LoadReport, PlacementReport
-from scheduler.policy.request import ForgetPrefixes, RankStats, Request, RequestOutput, Withdraw
+from scheduler.policy.request import (
+    ForgetPrefixes,
+    MemoryOrder,
+    RankStats,
+    Request,
+    RequestOutput,
+    Withdraw,
+)
 
 SERVICE, METHOD = "wideep.Front", "Attach"  # gRPC names of the one stream that a rank keeps open
 TOKEN_KEY, DEFINITION_KEY = "authorization", "wideep-messages"  # metadata of that stream
@@ -91,6 +98,7 @@ class RankFacts:
     restartable_in_s: float = 0.0
     node: str = ""  # identifies the torchrun; shared by its ranks
     kv_peer: PeerAddress | None = None  # where other nodes fetch prefixes; None if they cannot
+    memory: MemoryOrder | None = None  # the newest one of an earlier front
 
 
 class Claim(NamedTuple):
@@ -144,6 +152,12 @@ class MemoryUse(NamedTuple):
     """Memory of a rank's process on its host, sent with a heartbeat if it has changed by more than a hundredth."""
 
     resident_bytes: int
+
+
+class MemorySwitched(NamedTuple):
+    """A rank has followed a memory order, at the same step as all others."""
+
+    number: int
 
 
 class Goodbye(NamedTuple):
@@ -204,8 +218,10 @@ class DropPlacement(NamedTuple):
     version: int
 
 
-FromRank = StepOutput | Heartbeat | LoadReport | ExpertMap | PlacementUpdate | Regrouped | Fault | MemoryUse
-ToRank = Submit | Abort | Withdraw | Stop | Prepare | DropPlacement | Order | ForgetPrefixes
+FromRank = (
+    StepOutput | Heartbeat | LoadReport | ExpertMap | PlacementUpdate | Regrouped | Fault | MemoryUse | MemorySwitched
+)  # fmt: skip
+ToRank = Submit | Abort | Withdraw | Stop | Prepare | DropPlacement | Order | ForgetPrefixes | MemoryOrder
 # These begin and end a stream; its two ends handle them.
 _OfStream = RankFacts | Claim | Claimed | Welcome | Goodbye
 _KINDS = typing.get_args(FromRank | ToRank | _OfStream)

@@ -12,6 +12,7 @@ from scheduler.moves.reports import ExpertMap, LoadReport
 from server.link.messages import (
     Fault,
     FromRank,
+    MemorySwitched,
     MemoryUse,
     PlacementUpdate,
     Regrouped,
@@ -40,7 +41,7 @@ def to_service(message: FromRank, pool: range) -> FromRank:
             return message._replace(report=replace(report, rank=pool[report.rank], reason=reason))
         case Fault(_, reason):
             return message._replace(reason=by_rank(reason, pool))
-        case ExpertMap() | Regrouped() | MemoryUse():  # they name no rank
+        case ExpertMap() | Regrouped() | MemoryUse() | MemorySwitched():  # they name no rank
             return message
         case _:
             assert_never(message)

@@ -43,6 +43,7 @@ from server.link.messages import (
     Claimed,
     Fault,
     FromRank,
+    MemorySwitched,
     MemoryUse,
     PlacementUpdate,
     RankFacts,
@@ -288,6 +289,8 @@ class _Front:
                     http.requests.deliver(rank, outputs)
             case Heartbeat() | LoadReport() | ExpertMap() | PlacementUpdate() | Regrouped() | Fault():
                 self._pools[rank].receive(rank, message)
+            case MemorySwitched(number):
+                http.sleep_mode.take_switched(rank, number)
             case MemoryUse(resident_bytes):
                 self._metrics.note_memory(rank, resident_bytes)
             case RankFacts():
@@ -317,6 +320,7 @@ class _Front:
         if self._is_closing:
             self._ranks.stop()  # too late to serve
         else:
+            self._http.sleep_mode.note_rank(facts.rank, facts.memory)
             pool.leader.attach(facts.rank, epoch=facts.served.epoch if facts.served else 0)
 
     def _lose(self, rank: int, reason: str) -> None:

@@ -20,10 +20,11 @@ from scheduler.assembly import Assembled
 from scheduler.epochs.orders import Order
 from scheduler.moves.reports import ExpertMap, MoveState, PlacementReport
 from scheduler.policy.config import EngineConfig
-from scheduler.policy.request import ForgetPrefixes, RankStats, RequestOutput, Withdraw
+from scheduler.policy.request import ForgetPrefixes, MemoryOrder, RankStats, RequestOutput, Withdraw
 from server.link.messages import (
     Abort,
     DropPlacement,
+    MemorySwitched,
     MemoryUse,
     PlacementUpdate,
     Prepare,
@@ -94,6 +95,7 @@ class FrontStream:
             loaded = self._served()._replace(home=built.relocation.placement)
             self._facts = replace(self._facts, loaded=loaded)
         self.link = self._make_link(self._facts)
+        built.engine.memory.on_switched = lambda number: self.link.send(MemorySwitched(number))
 
     def _make_link(self, facts: RankFacts) -> RankLink:
         return RankLink(
@@ -170,6 +172,8 @@ class FrontStream:
                 engine.regroup(message)
             case ForgetPrefixes(generation):
                 engine.forget_prefixes(generation)
+            case MemoryOrder():
+                engine.memory.order(message)
             case FrontLost(reason, is_broken):
                 self._lose_front(reason, is_broken=is_broken)
             case _:
@@ -195,7 +199,10 @@ class FrontStream:
         """Attach to the restarted front. Returns the exit status if this fails for good, otherwise 0."""
         while (left_s := until_s - time.monotonic()) > 0:
             # Assigned before `open`: the front's first order may arrive before `open` returns.
-            self.link = self._make_link(replace(self._facts, served=self._served(), loaded=None))
+            facts = replace(
+                self._facts, served=self._served(), loaded=None, memory=self._built.engine.memory.ordered
+            )
+            self.link = self._make_link(facts)
             self._sent_bytes = 0
             try:
                 self.link.open(left_s)

@@ -44,11 +44,13 @@ from server.front.errors import draining
 from server.front.events import EventLog
 from server.front.generations import Ask
 from server.front.journal import Journal
+from server.front.membership import Phase
 from server.front.moves import Moves
 from server.front.pool_roles import PoolRoles
 from server.front.readiness import why_service_not_ready
 from server.front.requests import Requests
 from server.front.routers import ROUTERS
+from server.front.sleep_mode import SleepMode
 from server.front.structure.structure_checks import StructureChecks
 from server.front.tokenizer import TemplateFacts, Tokenizer
 from server.http.app import build_app
@@ -67,6 +69,7 @@ from server.http.observability.tracing import Traces
 from server.http.pool_routes import pool_routes
 from server.http.protocol import PunctualProtocol
 from server.http.rank_routes import rank_routes
+from server.http.sleep_routes import sleep_routes
 from server.link.ranks import Ranks
 from server.machine.steady_clock import SteadyClock
 from server.machine.versions import version_of
@@ -83,6 +86,7 @@ _RECORD_VARIABLE = "SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR"
 _GRACE_S = 2  # for open connections when the server ends
 _BALANCING_PAUSE_S = 60.0  # after an error in rebalancing
 _LOG = logging.getLogger("wideep.front")
+_NO_SLEEP = "The service cannot sleep: sleep mode is not implemented on GPUs. It works with --device cpu."
 _KEEP_ALIVE_S = 60  # between a client's requests; with less, pooled clients meet closed connections
 
 
@@ -114,7 +118,8 @@ class HttpService:
         self.events = EventLog()
         pools = options.pools_among(ranks.num_ranks)
         self.pools = tuple(
-            PoolFront(pool, options, ranks, self.events, is_only=len(pools) == 1) for pool in pools
+            PoolFront(pool, options, ranks, self.events, is_only=len(pools) == 1, why_paused=self._why_asleep)
+            for pool in pools
         )
         self._epochs = {each.pool.name: each.epochs for each in self.pools}
         self._options, self._throughput = options, metrics.throughput
@@ -133,8 +138,16 @@ class HttpService:
             admission=Admission(options.max_num_queued_reqs),
             on_ask=RequestLog(tokenizer).note if options.log.requests else _ignore,
             on_answer=note_answer,
-            why_not_ready=lambda: why_service_not_ready(self._epochs),
+            why_not_ready=self._why_refused,
             who_asks=asker_of_exchange,
+        )
+        self.sleep_mode = SleepMode(
+            self.requests,
+            ranks,
+            members=self._serving_ranks,
+            why_impossible=_NO_SLEEP if options.device == "cuda" else None,
+            on_level=metrics.note_sleep,
+            events=self.events,
         )
         self.model = _served_model(options, tokenizer, ranks)
         self._balances = options.enable_eplb
@@ -211,7 +224,7 @@ class HttpService:
                 self.requests,
                 version=version,
                 pools=[each.pool for each in self.pools],
-                forget_prefixes=self._ranks.forget_prefixes,
+                forget_prefixes=self._forget_prefixes,
                 facts=lambda: [stream.facts for _, stream in sorted(self._ranks.attached.items())],
                 target_itl_ms=options.engine.target_itl_ms,
                 shows_path=not options.needs_key,
@@ -221,10 +234,17 @@ class HttpService:
             ),
             ops_routes(version, metrics, self.why_not_ready),
             membership_routes(
-                self._epochs, self._journal, self._num_parked, self.events, metrics.tiers, self._moves.drains
+                self._epochs,
+                self._journal,
+                self._num_parked,
+                self.events,
+                metrics.tiers,
+                self._moves.drains,
+                self.sleep_mode,
             ),
             rank_routes(self._moves, self.why_not_ready),
             pool_routes(self._roles, self.why_not_ready),
+            sleep_routes(self.sleep_mode, lambda: self.requests.num_open),
             dashboard_routes(),
             docs_routes(),
             throughput_routes(metrics.throughput),
@@ -274,9 +294,26 @@ class HttpService:
     def _num_parked(self) -> int:
         return self.requests.num_parked
 
+    def _forget_prefixes(self) -> None:
+        self._ranks.forget_prefixes()
+        self.requests.forget_prefixes()
+
+    def _serving_ranks(self) -> tuple[int, ...] | None:
+        """Return the members of all pools, or None while one of them regroups."""
+        pools = self._epochs.values()
+        if any(epochs.phase is not Phase.SERVING for epochs in pools):
+            return None
+        return tuple(rank for epochs in pools for rank in epochs.members)
+
+    def _why_asleep(self) -> str | None:
+        return self.sleep_mode.why_not_ready()
+
+    def _why_refused(self) -> str | None:
+        return why_service_not_ready(self._epochs) or self.sleep_mode.why_not_ready()
+
     def why_not_ready(self) -> str | None:
         """Return why the service is not ready, or None if it is."""
-        return "it is shutting down" if self._is_draining else why_service_not_ready(self._epochs)
+        return "it is shutting down" if self._is_draining else self._why_refused()
 
 
 async def _keep_balancing(placement: PlacementControl) -> None:

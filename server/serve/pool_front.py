@@ -33,12 +33,20 @@ class PoolFront:
     """The state of one pool in the front."""
 
     def __init__(
-        self, pool: Pool, options: Options, ranks: Ranks, events: EventLog, *, is_only: bool = True
+        self,
+        pool: Pool,
+        options: Options,
+        ranks: Ranks,
+        events: EventLog,
+        *,
+        is_only: bool = True,
+        why_paused: Callable[[], str | None] = lambda: None,
     ) -> None:
         """Start without attached ranks. `lead` must follow before any rank attaches.
 
         Args:
             is_only: Whether the service has no other pool, so that messages need not name it.
+            why_paused: Returns why the whole service changes no placement now, or None if it may.
         """
         engine, eplb = options.engine, options.engine.eplb_config
         self.pool, self._ranks, self._events = pool, ranks, events
@@ -54,7 +62,7 @@ class PoolFront:
             self.load,
             eplb,
             History(_history_file(eplb.history_file, self._name)),
-            why_no_change=lambda: why_no_change(self.epochs),
+            why_no_change=lambda: why_no_change(self.epochs) or why_paused(),
             pool=self._name,
         )
         self._watch = Watch(engine.heartbeat_timeout_s)

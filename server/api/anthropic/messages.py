@@ -12,7 +12,6 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from scheduler.policy.request import FinishReason
 from server.api.anthropic.request import (
     OWN_NAMES,
     CountTokensRequest,
@@ -119,7 +118,7 @@ class MessageDraft:
         return self._signatures.setdefault(block.index, uuid.uuid4().hex)
 
     def _stop_reason(self, piece: Piece) -> str:
-        if piece.finish_reason is FinishReason.LENGTH:
+        if piece.finish_reason is not None and piece.finish_reason.is_cut:
             return "model_context_window_exceeded" if self._context_ends else "max_tokens"
         if self._blocks.has_calls:
             return "tool_use"

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from scheduler.policy.request import FinishReason
 from server.api.blocks import (
     Block,
     BlockEvent,
@@ -49,7 +48,8 @@ class TurnDraft:
 
     def finish(self, piece: Piece) -> list[Event]:
         events = self._events(self._blocks.finish())
-        reason = "length" if piece.finish_reason is FinishReason.LENGTH else "stop"
+        is_cut = piece.finish_reason is not None and piece.finish_reason.is_cut
+        reason = "length" if is_cut else "stop"
         end = {"done": True, "done_reason": reason, **counts_of(self._answer.generations[0])}
         blocks = self._blocks.all
         said = self._said(

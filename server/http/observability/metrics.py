@@ -25,7 +25,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _COMPUTED, _CACHED, _TRANSFERRED = "local_compute", "local_cache_hit", "external_kv_transfer"
 _DEVICE = "device"
 _CAPACITY, _DEFERRED = "capacity", "deferred"
-_AWAKE, _ASLEEP = "awake", ("weights_offloaded", "discard_all")
+_SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # by level of sleep
 
 
 LABELS = ("model_name", "engine")  # a rank's engine is its number
@@ -189,11 +189,10 @@ class Metrics:
             (*LABELS, "block_size", "cache_dtype", "num_gpu_blocks", "enable_prefix_caching"),
             registry=self._registry,
         )
-        sleep = make.labelled(
-            Gauge, "engine_sleep_state", "1 for the current state.", "sleep_state", (_AWAKE, *_ASLEEP)
+        self._sleep_states = make.labelled(
+            Gauge, "engine_sleep_state", "1 for the current state.", "sleep_state", _SLEEP_STATES
         )
-        for (_, state), series in sleep.items():
-            series.set(state == _AWAKE)
+        self.note_sleep(0)
 
     def _make_draft_families(self, make: Families) -> None:
         """Create families of speculative decoding."""
@@ -312,6 +311,11 @@ class Metrics:
         labels = self._cache_labels.pop(rank, None)
         if labels is not None:
             self._cache_config.remove(*labels)
+
+    def note_sleep(self, level: int) -> None:
+        """Record the level of sleep of all ranks; 0 if they are awake."""
+        for (_, state), series in self._sleep_states.items():
+            series.set(state == _SLEEP_STATES[level])
 
     def note_memory(self, rank: int, resident_bytes: int) -> None:
         """Record the memory of a rank's process."""

@@ -17,6 +17,7 @@ from server.front.events import EventLog
 from server.front.journal import Journal
 from server.front.membership import Epochs, Phase
 from server.front.moves import Drain
+from server.front.sleep_mode import SleepMode
 from server.http.errors import ErrorResponse
 from server.http.json_writer import json_response
 from server.http.observability import metrics
@@ -89,16 +90,19 @@ def membership_routes(
     events: EventLog,
     tiers: TierTotals,
     drains: Callable[[], Sequence[Drain]],
+    sleep_mode: SleepMode,
 ) -> APIRouter:
     """Return the route of /v1/fault_tolerance/status."""
     router = new_router()
 
     async def show_status() -> dict[str, Any]:
-        """Return the serving ranks, the missing ranks with reason and time, draining ranks, pools, the tiers of the KV cache,
-        and past events.
+        """Return the serving ranks, the missing ranks with reason and time, draining ranks, pools, sleep mode, the tiers of the KV
+        cache, and past events.
         """
         status = status_of(pools, time.monotonic(), time.time(), drains())
-        told = {"tiers": tiers.to_json(), "events": events.to_json()}
+        level, is_waking, seconds = sleep_mode.state
+        sleep = {"level": level, "waking": is_waking, "seconds": round(seconds, 3)}
+        told = {"sleep": sleep, "tiers": tiers.to_json(), "events": events.to_json()}
         return {**status, **_requests(journal, num_parked()), **told}
 
     router.add_api_route("/v1/fault_tolerance/status", show_status, methods=["GET"], response_model=None)

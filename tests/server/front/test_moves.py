@@ -378,6 +378,13 @@ class Hall:
         self._new_rank(rank)
         self.desk.requests.enter(rank)
 
+    def release_memory(self) -> None:
+        """Let the ranks that are idle lose what they have cached."""
+        for rank, fake in self.ranks.items():
+            if not (self.to_rank[rank] or fake.scheduler.holds_blocks):
+                fake.scheduler.free_cached()
+                fake.lose_memory()
+
 
 def test_whatever_moves_is_lost_and_left_every_request_gets_its_tokens_once(
     monkeypatch: pytest.MonkeyPatch,
@@ -389,6 +396,7 @@ def test_whatever_moves_is_lost_and_left_every_request_gets_its_tokens_once(
     )  # so that queues grow while other ranks are idle
     days += [run_a_day(seed, has_drains=False, has_pauses=True) for seed in range(12)]
     days += [run_a_day(seed, has_drains=seed % 2 == 0, has_roles=True) for seed in range(6)]
+    days += [run_a_day(seed, has_drains=seed % 2 == 0, has_sleeps=True) for seed in range(4)]
     journals = [hall.desk.journal for hall in days]
     num_moved = sum((journal.num_moved for journal in journals), Counter())
     assert all(num_moved[cause] > 15 for cause in MoveCause), num_moved
@@ -396,12 +404,19 @@ def test_whatever_moves_is_lost_and_left_every_request_gets_its_tokens_once(
     assert sum(hall.most_parked > 0 for hall in days) > 2, "requests waited for any rank to return"
 
 
-def run_a_day(seed: int, *, has_drains: bool, has_pauses: bool = False, has_roles: bool = False) -> Hall:
+def run_a_day(
+    seed: int,
+    *,
+    has_drains: bool,
+    has_pauses: bool = False,
+    has_roles: bool = False,
+    has_sleeps: bool = False,
+) -> Hall:
     """Let requests arrive, move, lose their ranks and be left until none is open. Each must get the answer it would get alone.
     At the end no rank has work.
 
     `has_drains`: ranks drain. `has_pauses`: requests come in groups, after which ranks become idle. `has_roles`: ranks have
-    roles that change.
+    roles that change. `has_sleeps`: the service sleeps and keeps its requests.
     """
     halls: list[Hall] = []
 
@@ -414,7 +429,13 @@ def run_a_day(seed: int, *, has_drains: bool, has_pauses: bool = False, has_role
         left: set[str] = set()
         for time in range(4000):
             rate = (0.8 if time % 100 < 20 else 0.0) if has_pauses else 0.2
-            if time < 500 and rng.random() < rate and len(hall.away) < 3:
+            requests = hall.desk.requests
+            if has_sleeps and time < 500 and rng.random() < 0.01:
+                requests.pause()
+            if hall.desk.router.is_paused and not requests.num_at_ranks:
+                hall.release_memory()
+                requests.resume()
+            if time < 500 and rng.random() < rate and len(hall.away) < 3 and not hall.desk.router.is_paused:
                 name = f"r{len(answers)}"
                 prompt = tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 24)))
                 params = SamplingParams(max_tokens=rng.randint(1, 14))

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.front.loads import EXPECTED_OUTPUT_TOKENS, STEP_PROMPT_TOKENS
+from server.front.loads import EXPECTED_OUTPUT_TOKENS, STEP_PROMPT_TOKENS, MoveCause
 from server.front.prefixes import PREFIX_CHUNK_TOKENS
-from server.front.router import SESSION_ROOM_TOKENS, Router
+from server.front.router import SESSION_ROOM_TOKENS, ReleasedRequest, Router
 from server.front.routers import RoundRobin
 
 LONG = list(range(10 * PREFIX_CHUNK_TOKENS))
@@ -33,6 +33,30 @@ def test_a_rank_that_left_is_not_picked_and_what_it_held_is_forgotten() -> None:
     router.enter(1)
     router.enter(0)
     assert router.pick(LONG) == 0, "no rank has the prefix any more"
+
+
+def test_forgotten_prefixes_decide_no_more() -> None:
+    router = Router(2)
+    router.admit("a", 1, LONG, 1)
+    router.retire("a")
+    assert router.pick(LONG) == 1
+    router.forget_prefixes()
+    assert router.pick(LONG) == 0
+
+
+def test_a_paused_router_picks_no_rank_and_gives_all_requests_back() -> None:
+    router = Router(2)
+    router.admit("begun", 0, [1] * 50, 10)
+    router.begin("begun")
+    router.admit("waits", 1, [1] * 50, 10)
+    router.is_paused = True
+    assert not router.has_ranks
+    assert router.plan_pause() == {"begun": 0, "waits": 1}
+    assert router.plan_drains() == {} == router.plan_moves(lambda _name: [])
+    for name in ("begun", "waits"):
+        assert router.take_back(name, [1] * 50) == ReleasedRequest(MoveCause.SLEEP)
+    router.is_paused = False
+    assert router.has_ranks and router.outstanding_tokens == (0, 0)
 
 
 def test_a_session_stays_at_its_rank_until_that_has_much_more_to_do_or_is_lost() -> None:

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.serving.paced_rank import NUM_BLOCKS
 from tests.support.requests.mutations import Mutator, RawRequest
 from tests.support.requests.raw_http import RawAnswer, RawClient
-from tests.support.requests.valid_bodies import BODIES, EXEMPT_FROM_200, NEVER, RARE
+from tests.support.requests.valid_bodies import BODIES, EXEMPT_FROM_200, NEVER, RARE, SLEEPS
 from tests.support.service.paced_front import PacedFront
 from tests.support.service.process_figures import num_descriptors, num_threads, rss_bytes
 from tests.support.service.service_processes import wait_until
@@ -100,6 +100,8 @@ def test_what_is_mutated_is_valid(hard_front: PacedFront, path: str) -> None:
     for body in BODIES[path]:
         response = hard_front.post(path, json=body)
         assert response.status_code == 200 or path in EXEMPT_FROM_200, response.text
+        if path in SLEEPS:
+            assert hard_front.post("/wake_up").json()["is_sleeping"] is False
 
 
 def test_every_endpoint_that_takes_a_body_is_fuzzed(hard_front: PacedFront) -> None:
@@ -123,10 +125,13 @@ def test_the_same_seed_makes_the_same_requests() -> None:
 
 
 @pytest.mark.slow
-def test_a_few_hostile_dumps(hard_front: PacedFront) -> None:
+def test_a_few_hostile_dumps_and_sleeps(hard_front: PacedFront) -> None:
     mutator = Mutator(7)
-    wrong, _ = attack(hard_front, [mutator.request(path, {}) for path in NEVER for _ in range(10)])
+    requests = [mutator.request(path, body) for path in NEVER for body in BODIES[path] for _ in range(10)]
+    wrong, _ = attack(hard_front, requests)
+    assert hard_front.post("/wake_up").status_code == 200
     assert not wrong, wrong
+    check_good(hard_front)
 
 
 @pytest.mark.slow

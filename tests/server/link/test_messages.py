@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from scheduler.policy.request import (
     FinishReason,
     ForgetPrefixes,
     Logprobs,
+    MemoryOrder,
     RankStats,
     RequestOutput,
 )
@@ -27,6 +29,7 @@ from server.link.messages import (
     DropPlacement,
     Fault,
     Goodbye,
+    MemorySwitched,
     MemoryUse,
     PlacementUpdate,
     Prepare,
@@ -108,6 +111,9 @@ TIERS = TierFigures(**numbered(TierFigures) | {"load_s": 0.1 + 1e-17, "is_disk_o
     "message",
     [
         FACTS,
+        replace(FACTS, memory=MemoryOrder(7, has_cache=False)),
+        MemoryOrder(8, has_experts=False),
+        MemorySwitched(8),
         StepOutput(
             [], RankStats(**numbered(RankStats) | {"drafts": DraftCounts(3, 9, (3, 2, 1)), "tiers": None})
         ),

@@ -12,8 +12,8 @@ import pytest
 from expert_placement.placement import linear_placement
 from scheduler.epochs.orders import Order
 from scheduler.policy.config import EngineConfig
-from scheduler.policy.request import FinishReason, Request, RequestOutput, SamplingParams
-from server.link.messages import MemoryUse, RankFacts, Regrouped, Submit, ToRank
+from scheduler.policy.request import FinishReason, MemoryOrder, Request, RequestOutput, SamplingParams
+from server.link.messages import MemorySwitched, MemoryUse, RankFacts, Regrouped, Submit, ToRank
 from server.link.rank_link import FrontLost, LinkError, RefusedError
 from server.options.pools import single_pool
 from server.serve import front_stream
@@ -159,6 +159,19 @@ def test_memory_is_sent_when_it_has_changed_and_again_to_a_new_front(stream: Fro
     stream.send_memory(1011)
     after: Any = stream.link
     after.send.assert_called_once_with(MemoryUse(1011))
+
+
+def test_a_memory_order_reaches_the_engine_and_a_new_front_learns_of_it(stream: FrontStream) -> None:
+    memory: Any = stream._built.engine.memory
+    order = MemoryOrder(3, has_cache=False)
+    stream.receive(order)
+    memory.order.assert_called_once_with(order)
+    memory.ordered, Link.errors = order, [None]
+    stream.receive(BROKEN)
+    assert (Link.facts[0].memory, Link.facts[-1].memory) == (None, order)
+    memory.on_switched(3)
+    link: Any = stream.link
+    link.send.assert_called_once_with(MemorySwitched(3))
 
 
 def test_a_rank_that_the_new_front_refuses_ends_to_be_started_again(stream: FrontStream) -> None:

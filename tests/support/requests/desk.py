@@ -4,7 +4,14 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from scheduler.policy.request import FinishReason, Request, RequestOutput, SamplingParams, Withdraw
+from scheduler.policy.request import (
+    FinishReason,
+    MemoryOrder,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    Withdraw,
+)
 from server.front.admission import Admission
 from server.front.detokenizer import Decoder
 from server.front.generations import NOBODY, Answer, Ask
@@ -26,11 +33,19 @@ class StubRanks:
         self.aborted: list[tuple[int, str]] = []
         self.withdrawn: list[tuple[int, str]] = []
         self.withdrawals: list[Withdraw] = []
+        self.memory_orders: list[tuple[int, MemoryOrder]] = []
 
     def submit(self, rank: int, request: Request, *, now_s: float) -> None:
         self.submitted.append((rank, request))
 
-    def post(self, rank: int, message: Abort | Withdraw) -> None:
+    def post_all(self, message: MemoryOrder) -> None:
+        for rank in range(2):
+            self.post(rank, message)
+
+    def post(self, rank: int, message: Abort | Withdraw | MemoryOrder) -> None:
+        if isinstance(message, MemoryOrder):
+            self.memory_orders.append((rank, message))
+            return
         posted = self.aborted if isinstance(message, Abort) else self.withdrawn
         posted.append((rank, message.request_id))
         if isinstance(message, Withdraw):

@@ -211,6 +211,10 @@ BODIES: dict[str, tuple[Any, ...]] = {
     "/flush_cache": ({},),
     "/ranks/drain": ({"rank": 0, "undo": True, "timeout_s": 0},),
     "/pools": ({"pool": "both", "role": "both"},),
+    "/sleep": ({},),
+    "/wake_up": ({},),
+    "/release_memory_occupation": ({"tags": ["kv_cache"]}, {}),
+    "/resume_memory_occupation": ({"tags": ["weights", "kv_cache"]}, {}),
     "/experts/plan": ({"policy": "shares", "max_moved": 0.5}, {}),
     "/experts/apply": ({"policy": "repair", "max_moved": 0.1},),
     "/experts/rollback": ({},),
@@ -219,8 +223,12 @@ BODIES: dict[str, tuple[Any, ...]] = {
     "/dump_expert_distribution_record": ({},),
     "/ping": ({},),
 }
-# Not mutated in bulk: each success starts a process that imports torch.
-NEVER = ("/dump_expert_distribution_record",)
+SLEEPS = (
+    "/sleep",
+    "/release_memory_occupation",
+)  # after one of these, the service refuses requests until it is woken
+# Not mutated in bulk: each success starts a process that imports torch, or refuses all other requests.
+NEVER = ("/dump_expert_distribution_record", *SLEEPS)
 RARE = (  # endpoints that take no body or start a process: a few mutations each suffice
     "/experts/rollback",
     "/start_expert_distribution_record",
@@ -229,6 +237,8 @@ RARE = (  # endpoints that take no body or start a process: a few mutations each
     "/flush_cache",
     "/ranks/drain",
     "/pools",
+    "/wake_up",
+    "/resume_memory_occupation",
     "/v1/responses/{response_id}/cancel",
     "/v1/batches/{batch_id}/cancel",
     "/v1/files",

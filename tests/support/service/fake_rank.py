@@ -17,7 +17,14 @@ from benchmarks.serving.paced_rank import OpenRequest, PacedRank, logprobs_of, p
 from expert_placement.placement import Placement
 from scheduler.epochs.orders import Order
 from scheduler.moves.reports import ExpertMap, MoveState, PlacementReport
-from scheduler.policy.request import FinishReason, ForgetPrefixes, RankStats, Request, RequestOutput
+from scheduler.policy.request import (
+    FinishReason,
+    ForgetPrefixes,
+    MemoryOrder,
+    RankStats,
+    Request,
+    RequestOutput,
+)
 from server.link.messages import Abort, PlacementUpdate, Regrouped, Stop, Submit, ToRank
 from server.link.rank_link import FrontLost
 
@@ -50,6 +57,7 @@ class FakeRank(PacedRank):
         self.requests: list[Request] = []
         self.aborted: list[str] = []
         self.orders: list[Order] = []
+        self.memory_orders: list[MemoryOrder] = []
         self.forgotten: list[int] = []  # number of earlier requests, for each order to forget prefixes
         self.wrong_replays: list[Request] = []
         self.on_order: Callable[[Order], None] = lambda order: self.link.send(Regrouped(order.epoch))
@@ -109,6 +117,8 @@ class FakeRank(PacedRank):
                 self.on_order(message)
             case ForgetPrefixes():
                 self._note(self.forgotten, len(self.requests))
+            case MemoryOrder():
+                self._note(self.memory_orders, message)
             case Stop():
                 self.stopped.set()
             case FrontLost(reason):

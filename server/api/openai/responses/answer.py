@@ -10,7 +10,6 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from scheduler.policy.request import FinishReason
 from server.api.blocks import Block, BlockEvent, BlockKind, Blocks, Closed, Grew, Opened
 from server.api.openai.responses.request import ResponsesRequest
 from server.api.openai.responses.text_logprobs import TextLogprobs
@@ -82,7 +81,7 @@ class ResponseDraft:
 
     def finish(self, piece: Piece) -> list[Event]:
         """Return the last events, and complete the response. A truncated one is `incomplete`."""
-        cut = piece.finish_reason is FinishReason.LENGTH
+        cut = piece.finish_reason is not None and piece.finish_reason.is_cut
         happened = self._blocks.finish()
         last = self._blocks.all[-1] if cut and self._blocks.all else None
         events = [event for each in happened for event in self._events_of(each, cut=cut)]
