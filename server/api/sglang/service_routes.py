@@ -3,8 +3,8 @@
 - GET /v1/models and /v1/models/{id}: the served names. GET /load: the number of unfinished requests (vLLM).
 - GET /tokenizer_info: the tokenizer's configuration (vLLM).
 - GET /get_model_info, /get_server_info and /health_generate, and the first two without "get_" (SGLang).
-- POST /reset_prefix_cache (vLLM) and /flush_cache (SGLang): empty the prefix cache for later requests. Running requests keep
-  their blocks, so, unlike in those servers, they never cause a refusal.
+- POST /reset_prefix_cache (vLLM) and /flush_cache (SGLang): empty the prefix cache for later requests, KV tiers included.
+  Running requests keep their blocks, so, unlike in those servers, they never cause a refusal.
 - POST /invocations (SageMaker): accepts a chat or a completion, distinguished by their fields as in vLLM. The endpoint for
   that kind answers, including errors.
 """
@@ -111,12 +111,10 @@ def _add_cache_routes(router: APIRouter, forget_prefixes: Callable[[], None]) ->
     async def reset_prefix_cache(
         reset_running_requests: bool = False, reset_external: bool = False
     ) -> Response:
-        """Empty the prefix cache for later requests. Running requests continue, with or without reset_running_requests."""
-        if reset_external:
-            raise bad_request(
-                "reset_external is for an external cache, which this service does not have; leave it out.",
-                "reset_external",
-            )
+        """Empty the prefix cache for later requests, KV tiers included, with or without reset_external.
+
+        Running requests continue, with or without reset_running_requests.
+        """
         forget_prefixes()
         return Response()
 
