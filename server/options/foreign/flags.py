@@ -27,7 +27,9 @@ class Fits:
 ALL = Fits("any value", lambda _given, _said: True)
 NONE = Fits("no value", lambda _given, _said: False)
 
-# Texts that both programs' flags share.
+# What both programs' flags share.
+SLEEPS = Fits("--device cpu", lambda given, said: given is False or said.get("device") == "cpu")
+NO_SLEEP = "sleep mode (docs/sleep.md) works with --device cpu only; give that too, or leave it out"
 GENERATES = "only text generation is supported, without embeddings, scores or rewards; leave it out"
 TEXT = "only the text decoder of multimodal models is served"
 TEXT_ONLY = f"{TEXT}, and images, audio and video are not accepted; leave it out"

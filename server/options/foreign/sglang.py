@@ -12,8 +12,10 @@ from server.options.foreign.flags import (
     LORA,
     MEMORY,
     NO_HALVES,
+    NO_SLEEP,
     PACE,
     POOLS,
+    SLEEPS,
     TEXT,
     TEXT_ONLY,
     TIERS,
@@ -75,8 +77,13 @@ _MODEL = (
         "weights are read only from safetensors files, at startup; leave it out",
         values="--custom-weight-loader --model-checksum --remote-instance-weight-loader-seed-instance-ip "
         "--remote-instance-weight-loader-backend --model-config-parser --weight-version",
-        switches="--checkpoint-engine-wait-weights-before-ready --delete-ckpt-after-loading --enable-memory-saver "
-        "--enable-weights-cpu-backup",
+        switches="--checkpoint-engine-wait-weights-before-ready --delete-ckpt-after-loading",
+    ),
+    *harmless(
+        "POST /release_memory_occupation is always available", fits=SLEEPS, otherwise=NO_SLEEP, switches="--enable-memory-saver",
+    ),
+    *harmless(
+        "weights stay, or are read from the checkpoint again", fits=SLEEPS, otherwise=NO_SLEEP, switches="--enable-weights-cpu-backup",
     ),
     *harmless(TEXT, switches="--enable-multimodal --mm-enable-dp-encoder --disable-fast-image-processor", values="--mm-attention-backend"),
     *refused(TEXT_ONLY, switches="--encoder-only --language-only"),

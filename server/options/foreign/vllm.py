@@ -14,8 +14,10 @@ from server.options.foreign.flags import (
     LORA,
     MEMORY,
     NO_HALVES,
+    NO_SLEEP,
     PACE,
     POOLS,
+    SLEEPS,
     TEXT,
     TEXT_ONLY,
     TIERS,
@@ -244,11 +246,14 @@ _CACHE = (
         values="--kv-offloading-backend",
     ),
     *harmless("preempted requests are recomputed, not swapped", values="--swap-space --preemption-mode"),
+    *harmless("POST /sleep is always available", fits=SLEEPS, otherwise=NO_SLEEP, switches="--enable-sleep-mode"),
     *refused(
-        MEMORY, values="--offload-backend --offload-num-in-group --offload-prefetch-step "
-        "--sleep-mode-backend",
-        lists="--cpu-offload-params --offload-params --sleep-preserve-parameter-names",
-        switches="--enable-sleep-mode --sleep-mode-offload-cudagraph --enable-cumem-allocator --enable-nccl-comm-suspend",
+        "sleep mode has no such setting (docs/sleep.md); leave it out", values="--sleep-mode-backend", lists="--sleep-preserve-parameter-names",
+        switches="--sleep-mode-offload-cudagraph --enable-cumem-allocator --enable-nccl-comm-suspend",
+    ),
+    *refused(
+        MEMORY, values="--offload-backend --offload-num-in-group --offload-prefetch-step",
+        lists="--cpu-offload-params --offload-params",
     ),
     *refused(
         f"one command starts all ranks, and they transfer KV blocks without a connector; {POOLS}", values="--kv-transfer-config"

@@ -132,6 +132,12 @@ def test_sentences_name_flags_that_there_are() -> None:
             "--hicache-storage-backend file has no effect: --kv-offloading-dir adds the tier on disk",
         ),
         (["--no-enable-hierarchical-cache"], "--no-enable-hierarchical-cache has no effect"),
+        (["--enable-sleep-mode", "--device=cpu"], "--enable-sleep-mode has no effect: POST /sleep is always"),
+        (["--no-enable-sleep-mode"], "--no-enable-sleep-mode has no effect"),
+        (
+            ["--enable-memory-saver", "--device=cpu"],
+            "--enable-memory-saver has no effect: POST /release_memory",
+        ),
     ],
 )
 def test_what_changes_nothing_is_said_in_a_line(words: list[str], note: str) -> None:
@@ -192,6 +198,15 @@ def test_what_changes_nothing_is_said_in_a_line(words: list[str], note: str) -> 
             ["--hicache-storage-backend=mooncake", "--kv-offloading-dir=d", "--kv-offloading-disk-size=2"],
             "--hicache-storage-backend mooncake: a tier on disk needs --kv-offloading-dir and --kv-offloading-disk-size",
         ),
+        (
+            ["--enable-sleep-mode"],
+            "--enable-sleep-mode: sleep mode (docs/sleep.md) works with --device cpu only",
+        ),
+        (
+            ["--enable-memory-saver", "--device=cuda"],
+            "--enable-memory-saver: sleep mode (docs/sleep.md) works",
+        ),
+        (["--sleep-mode-backend=x"], "--sleep-mode-backend x: sleep mode has no such setting"),
         (["--lora-modules", "a=b", "c=d"], "--lora-modules a=b c=d: adapters are not supported"),
         (
             ["--num-redundant-experts=3", '--eplb-config={"num_redundant_experts": 4}'],
