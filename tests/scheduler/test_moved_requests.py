@@ -4,6 +4,7 @@ Two ranks run in lock-step. Before a step they exchange what moves: the rank tha
 delivered tokens, and the other rank submits it. A control passes a wrong token.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from scheduler.step.lockstep import Agreement
 from tests.conftest import PoolOf
 from tests.scheduler.drafts.test_served_drafts import MTP, SHARE, SUFFIX, always_draft
 from tests.scheduler.test_overlapped_steps import BYTES, DRAWN, END, STOPS, Answer
-from tests.support.engines.serving import build, request
+from tests.support.engines.serving import build, occupy, request
 from tests.support.models.families import write_checkpoint
 from tests.support.models.mtp import write_mtp_checkpoint
 
@@ -47,18 +48,23 @@ def requests(rank: int) -> list[Request]:
     ]
 
 
+RequestsOf = Callable[[int], list[Request]]
+
+
 class Mover:
     """Serves a rank's requests and passes those that move to the other rank. Both ranks exchange before every step."""
 
-    def __init__(self, built: Assembled, every: int, *, falsifies: bool) -> None:
+    def __init__(
+        self, built: Assembled, every: int, *, falsifies: bool, requests_of: RequestsOf = requests
+    ) -> None:
         """`every`: a request moves whenever it has this number of new tokens at its rank; 0 moves none.
 
-        `falsifies`: pass a wrong last token.
+        `falsifies`: pass a wrong last token. `requests_of`: returns the requests of a rank.
         """
         self.found: dict[str, Answer] = {}
         self.num_released = 0
         self._engine, self._every, self._falsifies = built.engine, every, falsifies
-        self._here = {each.request_id: each for each in requests(dist.get_rank())}
+        self._here = {each.request_id: each for each in requests_of(dist.get_rank())}
         self._num_before = dict.fromkeys(self._here, 0)  # tokens that a request had when it came here
         self._withdrawn = set[str]()
         self._leaving: list[tuple[Request, Answer]] = []
@@ -132,24 +138,33 @@ def serve_moving(
     settings: dict[str, Any],
     falsifies: bool = False,
     known: dict[str, list[int]] | None = None,
+    requests_of: RequestsOf = requests,
 ) -> tuple[dict[str, Answer], int]:
     """Serve both ranks' requests as `Mover` does. Return the answers that ended here, and the number of moves from here.
 
-    `known`: drafts, by request. None: the model drafts, if the settings have drafts.
+    `known`: drafts, by request. None: the model drafts, if the settings have drafts. `settings` may have "leaving": the number of
+    KV blocks that are left to requests.
     """
     Dispatcher.is_replayable = bool(settings.get("overlaps_steps"))  # as on GPUs
     try:
         drafts = settings.get("speculative_config")
         given = {"speculative_config": parse_speculative_config(drafts)} if drafts else {}
-        built = build(directory, load_vocabulary=lambda: BYTES, **{**LIMITS, **settings, **given})
+        known_settings = {name: value for name, value in settings.items() if name != "leaving"}
+        built = build(directory, load_vocabulary=lambda: BYTES, **{**LIMITS, **known_settings, **given})
+        if "leaving" in settings:
+            occupy(built, leaving=settings["leaving"])
         num_drafts = [0, 0]
         if drafts:
             rows = {name: [(token, None) for token in tokens] for name, tokens in (known or {}).items()}
             always_draft(rows or None, num_drafts, built)
         free = built.scheduler.stats.num_free_blocks
-        mover = Mover(built, every, falsifies=falsifies)
+        mover = Mover(built, every, falsifies=falsifies, requests_of=requests_of)
         mover.run()
-        assert built.scheduler.stats.num_free_blocks == free, "blocks leaked"
+        built.scheduler.collect(0.0)  # what tiers have done at the end
+        stats = built.scheduler.stats
+        assert stats.num_free_blocks == free, "blocks leaked"
+        if stats.tiers is not None and every and not built.num_states:
+            assert stats.tiers.disk_load_bytes > 0, "nothing came from the tier"
         assert bool(num_drafts[0]) == bool(drafts), "no draft was right"
         return mover.found, mover.num_released
     finally:
@@ -230,6 +245,32 @@ def test_requests_of_recurrent_and_sparse_models_move_at_every_step(
 ) -> None:
     write_checkpoint(family, tmp_path)
     check(pool_of, tmp_path, settings)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen3_moe",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_next", "deepseek_v32", "gpt_oss")),
+    ],
+)
+def test_requests_that_move_find_their_blocks_in_a_tier_under_constant_eviction(
+    pool_of: PoolOf, tmp_path: Path, family: str
+) -> None:
+    """Both ranks share a folder. Each has blocks for a third of its requests, so most are evicted before they return."""
+    write_checkpoint(family, tmp_path / "model")
+    wanted, _ = both(pool_of, tmp_path / "model", 0, {})
+    disk = {"kv_offloading_dir": str(tmp_path / "kv"), "kv_offloading_disk_bytes": 64 << 20, "leaving": 9}
+    found, num_moves = both(pool_of, tmp_path / "model", 5, disk)
+    assert found == wanted and num_moves >= 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
+def test_requests_with_a_cache_in_8_bits_move_at_every_step(
+    pool_of: PoolOf, directory: Path, kv_cache_dtype: str
+) -> None:
+    check(pool_of, directory, {"kv_cache_dtype": kv_cache_dtype})
 
 
 def test_a_wrong_token_in_a_move_is_seen(pool_of: PoolOf, directory: Path) -> None:
