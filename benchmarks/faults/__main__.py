@@ -4,14 +4,17 @@
 choices or a form, streamed and whole. Faults occur one after the other, each kind in turn or (`--random`) drawn with a seed. A
 client that is cut off when a front ends retries with its Idempotency-Key. Each answer is compared with the answer to the same
 request before the first fault. After the last fault the service must be in its initial state: no running request, no block in
-use, no leaked descriptor.
+use, no leaked descriptor. With --tiers, the service keeps blocks in host memory and on a disk, its KV cache holds little
+more than the open requests, and the disk fails too.
 
 Expected bound: the kernel closes a dead process' connections at once (some ms), a step takes as long as before, new
 groups take some 10 ms, lost experts are read from the page cache (1 s per GB), replayed requests are prefilled again:
-tenths of a second. A hung engine is suspected after two seconds. All engines at once: the time of a start.
+tenths of a second. A hung engine is suspected after two seconds. All engines at once: the time of a start. While some rank serves,
+no stream pauses for more than 3 seconds beyond its usual gaps.
 
-Run: `python -m benchmarks.faults [MODEL] [--ranks 3] [--open 10] [--random N] [--seed S] [--save]`. MODEL is a directory or
-`demo` (default). The exit status is 1 if an answer was lost or changed, or if something was left behind.
+Run: `python -m benchmarks.faults [MODEL] [--ranks 3] [--tiers] [--open 10] [--random N] [--seed S] [--save]`. MODEL is a directory
+or `demo` (default). The exit status is 1 if an answer was lost or changed, if a stream paused too long, or if something was left
+behind.
 """
 
 import argparse
@@ -25,18 +28,23 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.card import environment_card, print_card, print_tail, save_result
-from benchmarks.faults.campaign import Campaign
-from benchmarks.faults.kinds import FAULTS, OWN_MOVE
+from benchmarks.faults.campaign import Campaign, Fault
+from benchmarks.faults.disk import FaultyDisk
+from benchmarks.faults.kinds import FAULTS, OF_TIERS, OUTAGES, OWN_MOVE
 from benchmarks.serving.closed_loop import ExactPrompts
 from benchmarks.serving.service import BenchServiceError, Service
-from moe.demo_model import ensure_demo_model
+from kvcache.paged_cache import BLOCK_TOKENS
 from server.front.tokenizer import Tokenizer
+from server.serve.preflight.model import resolve_model
+from server.tools.size.read_model import read_model
 
 _EAGER = (  # rebalances often and moves slowly
     "--enable-eplb",
     '--eplb-config={"num_redundant_experts": 4, "window_size": 20, "step_interval": 40, "min_gain": 0.0, '
     '"max_bytes_per_step": 65536}',
 )
+_PROMPT_TOKENS = 48
+_DISK_BYTES = 128 << 20
 _KINDS_OF_REQUESTS: Sequence[dict[str, Any]] = (
     {"temperature": 0},
     {"temperature": 1.0, "seed": 7},
@@ -63,18 +71,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.save:
         save_result("faults", result)
     print_tail(result)
-    return 1 if result["lost"] or result["changed"] or result["left_behind"] else 0
+    return 1 if any(result[wrong] for wrong in ("lost", "changed", "late", "left_behind")) else 0
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.faults", allow_abbrev=False)
     parser.add_argument("model", nargs="?", default="demo", help="a directory or 'demo' (default)")
     parser.add_argument("--ranks", type=int, default=3, help="default: %(default)s")
+    parser.add_argument("--pools", help="pools of ranks, as for `wideep serve`, instead of --ranks")
+    parser.add_argument("--tiers", action="store_true", help="a small KV cache with tiers below it")
     parser.add_argument("--open", type=int, default=10, help="open requests at a time (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=200, help="tokens per answer (default: %(default)s)")
     parser.add_argument("--random", type=int, metavar="N", help="draw N faults (default: each kind once)")
     parser.add_argument("--seed", type=int, default=0, help="seed of random choices (default: %(default)s)")
-    parser.add_argument("--kinds", help=f"only these kinds, separated by commas: {', '.join(FAULTS)}")
+    parser.add_argument(
+        "--kinds",
+        help=f"only these kinds, separated by commas: {', '.join(FAULTS)}; with --tiers: {', '.join(OF_TIERS)}",
+    )
     parser.add_argument(
         "--save", action="store_true", help="write benchmarks/results/faults-<date>-<cpu>.json"
     )
@@ -83,8 +96,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Start the service, run the campaign, and return its result."""
-    tokenizer = Tokenizer(str(ensure_demo_model()) if args.model == "demo" else args.model)
-    prompts = ExactPrompts(lambda text: tokenizer.encode(text, add_special_tokens=False), 48)
+    model = resolve_model(args.model)
+    tokenizer = Tokenizer(str(model))
+    prompts = ExactPrompts(lambda text: tokenizer.encode(text, add_special_tokens=False), _PROMPT_TOKENS)
     bodies = [
         {"prompt": prompt, "max_tokens": args.tokens, "ignore_eos": True, **options}
         for prompt, options in zip(
@@ -92,31 +106,65 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         )
     ]
     drawn = random.Random(args.seed)
-    names = args.kinds.split(",") if args.kinds else list(FAULTS)
+    faults = {**FAULTS, **(OF_TIERS if args.tiers else {})}
+    names = args.kinds.split(",") if args.kinds else list(faults)
     kinds = drawn.choices(names, k=args.random) if args.random else names
-    flags = [
-        f"--data-parallel-size={args.ranks}",
-        f"--max-rank-restarts={3 * len(kinds) + 3}",
-        "--disable-access-log",
-        *(_EAGER if OWN_MOVE in kinds else ()),
-    ]
+    num_ranks = args.ranks
+    if args.pools:
+        num_ranks = sum(int(pool.rpartition(":")[2]) for pool in args.pools.split(","))
     with (
+        tempfile.TemporaryDirectory(prefix="wideep_faults_") as folder,
         tempfile.NamedTemporaryFile(prefix="wideep_bench_") as log,
-        Service(args.model, flags, log) as service,
     ):
-        campaign = Campaign(service, bodies, num_ranks=args.ranks, num_open=args.open, drawn=drawn)
-        try:
-            return asyncio.run(campaign.run([(kind, FAULTS[kind]) for kind in kinds]))
-        except BenchServiceError as error:
-            said = Path(log.name).read_text(errors="replace").splitlines()
-            raise BenchServiceError("\n".join([str(error), "Last log lines:", *said[-30:]])) from error
+        disk = FaultyDisk(Path(folder)) if args.tiers else None
+        flags = [
+            f"--pools={args.pools}" if args.pools else f"--data-parallel-size={num_ranks}",
+            f"--max-rank-restarts={3 * len(kinds) + 3}",
+            "--disable-access-log",
+            *(_EAGER if OWN_MOVE in kinds else ()),
+            *(_tier_flags(args, model, disk) if disk else ()),
+        ]
+        environment = disk.environment if disk else {}
+        with Service(str(model), flags, log, environment=environment) as service:
+            campaign = Campaign(
+                service,
+                bodies,
+                num_ranks=num_ranks,
+                num_open=args.open,
+                drawn=drawn,
+                disk=disk,
+                outages=OUTAGES,
+            )
+            return _run(campaign, [(kind, faults[kind]) for kind in kinds], Path(log.name))
+
+
+def _tier_flags(args: argparse.Namespace, model: Path, disk: FaultyDisk) -> list[str]:
+    """Return flags for tiers below a KV cache that holds little more than the open requests. Host memory holds half of that."""
+    tokens = _PROMPT_TOKENS + args.tokens + BLOCK_TOKENS
+    token_bytes = sum(shape.token_bytes for shape in read_model(model, on_gpu=False, float_bytes=None).shapes)
+    cache_bytes = token_bytes * tokens * (args.open + 4)
+    return [
+        f"--max-model-len={2 * tokens}",
+        f"--kv-cache-memory={cache_bytes}B",
+        f"--kv-offloading-size={cache_bytes // 2}B",
+        f"--kv-offloading-dir={disk.folder}",
+        f"--kv-offloading-disk-size={_DISK_BYTES}B",
+    ]
+
+
+def _run(campaign: Campaign, faults: Sequence[tuple[str, Fault]], log: Path) -> dict[str, Any]:
+    try:
+        return asyncio.run(campaign.run(faults))
+    except BenchServiceError as error:
+        last = log.read_text(errors="replace").splitlines()[-30:]
+        raise BenchServiceError("\n".join([str(error), "Last log lines:", *last])) from error
 
 
 def _print_summary(result: dict[str, Any]) -> None:
     print(
         f"\n   {result['faults']} faults, {result['answers']} answers: {result['lost']} lost, {result['changed']} "
         f"changed; {result['refused']} new requests refused with 503, {result['asked_again']} cut-off "
-        "requests retried with their key"
+        f"requests retried with their key; {result['moves']:g} moves, {result['tier_faults']:g} damaged records found"
     )
     for kind, times in result["kinds"].items():
         told = ", ".join(
@@ -135,6 +183,8 @@ def _print_summary(result: dict[str, Any]) -> None:
     print(f"   before the first fault and after the last: {told}")
     for problem in result["problems"]:
         print(f"   WRONG: {problem}")
+    for kind, num_late in result["late"].items():
+        print(f"   LATE: {num_late} streams paused for more than {result['most_pause_s']:.2f} s after {kind}")
     for name, (first, last) in result["left_behind"].items():
         print(f"   LEFT BEHIND: {name} {first:g} -> {last:g}")
     print(flush=True)

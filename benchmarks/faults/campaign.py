@@ -14,9 +14,11 @@ import uuid
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from benchmarks.faults.disk import FaultyDisk
 from benchmarks.serving.live_answers import LiveAnswer, LostAnswerError, Said, longest_pause_s
 from benchmarks.serving.processes import command_of, pss_bytes, tree
 from benchmarks.serving.service import HOST, BenchServiceError, Service
@@ -25,6 +27,8 @@ from server.tools.bench.figures import percentile
 Fault = Callable[["Campaign"], Awaitable[int]]  # injects the fault; returns how many members it removes
 
 RECOVERY_TIMEOUT_S = 240.0  # for engines that load on a busy machine
+SETTLE_S = 20.0  # for tiers that still copy blocks after the last answer
+MOST_PAUSE_S = 3.0  # of a stream, beyond its usual longest gap, while some rank serves
 _POLL_S = 0.02
 _SEMAPHORE = "sem.mp-"  # of multiprocessing: used by concurrent tests, not by the service
 
@@ -50,10 +54,18 @@ class Campaign:
         num_ranks: int,
         num_open: int,
         drawn: random.Random,
+        disk: FaultyDisk | None = None,
+        outages: Sequence[str] = (),
     ) -> None:
-        """Send no request before `run`."""
+        """Send no request before `run`.
+
+        Args:
+            disk: The disk of the service's tier, if it has one.
+            outages: Kinds of faults during which no rank serves, so that streams may pause longer.
+        """
         self.service, self.bodies, self.num_ranks, self.num_open = service, bodies, num_ranks, num_open
-        self.drawn = drawn
+        self.drawn, self._disk, self._outages = drawn, disk, outages
+        self._gaps_s: list[float] = []  # of streams before faults
         self.outcomes: list[FaultOutcome] = []
         self.problems: list[str] = []  # lost or changed answers
         self.num_answers = self.num_lost = self.num_changed = self.num_refused = 0
@@ -80,7 +92,8 @@ class Campaign:
             print(f"   {number:3} {_line(outcome)}", flush=True)
         self._is_over = True
         await asyncio.gather(*clients)
-        after = await self._footprint()
+        after = await self._settled_footprint()
+        most_s = MOST_PAUSE_S + (percentile(self._gaps_s, 99) if self._gaps_s else 0.0)
         return {
             "faults": len(self.outcomes),
             "answers": self.num_answers,
@@ -90,6 +103,14 @@ class Campaign:
             "asked_again": self.num_cut_off,
             "problems": self.problems[:20],
             "kinds": _summarise(self.outcomes),
+            "most_pause_s": round(most_s, 3),
+            "late": {
+                kind: num_late
+                for kind, times in self._pauses().items()
+                if kind not in self._outages and (num_late := sum(each > most_s for each in times))
+            },
+            "tier_faults": await self._figure("wideep:kv_tier_faults_total"),
+            "moves": await self._figure("wideep:request_moves_total"),
             "before": before,
             "after": after,
             "left_behind": _left_behind(before, after),
@@ -105,6 +126,13 @@ class Campaign:
         seen = asyncio.create_task(self._wait_until_missed(losses))
         num_lost = await fault(self)
         begun_s = self._struck_s or begun_s  # a fault that waits for its moment starts with its first signal
+        self._gaps_s += [
+            after_s - before_s
+            for each in open_at_fault
+            if each.is_streamed
+            for before_s, after_s in pairwise(each.arrivals_s)
+            if after_s < begun_s
+        ]
         detected_s = await seen if num_lost and not self.front_is_away else None
         whole_s = await self._wait_until_whole(0 if self.front_is_away else losses + num_lost)
         seen.cancel()
@@ -154,6 +182,27 @@ class Campaign:
                     self.problems.append(f"request {at} got {said.texts}; before: {self._expected[at].texts}")
             self.num_refused += answer.num_refused
             self.num_cut_off += answer.num_cut_off
+
+    def _pauses(self) -> dict[str, list[float]]:
+        """Return the pauses of streams by kind of fault."""
+        found: dict[str, list[float]] = defaultdict(list)
+        for outcome in self.outcomes:
+            found[outcome.kind] += outcome.pauses_s
+        return found
+
+    @property
+    def disk(self) -> FaultyDisk:
+        """The disk of the service's tier."""
+        assert self._disk is not None, "a fault of the disk needs a tier on disk"
+        return self._disk
+
+    async def drain(self, rank: int, *, undo: bool = False, timeout_s: float = 0.0) -> None:
+        """Drain a rank, or undo that. The service refuses to drain its last rank."""
+        await self._ask("POST", "/ranks/drain", {"rank": rank, "undo": undo, "timeout_s": timeout_s})
+
+    async def act(self, path: str) -> None:
+        """Send a POST that acts on the service."""
+        await self._ask("POST", path)
 
     async def leave(self, count: int) -> None:
         """Send requests and close the connections during the answers."""
@@ -257,17 +306,26 @@ class Campaign:
                 raise BenchServiceError(f"timed out after {RECOVERY_TIMEOUT_S:g} s waiting for {what}")
             await asyncio.sleep(_POLL_S)
 
+    async def _settled_footprint(self) -> dict[str, float]:
+        """Return the footprint once nothing runs and no tier copies blocks, or after a time limit."""
+        until_s = time.perf_counter() + SETTLE_S
+        while any((await self._running()).values()) and time.perf_counter() < until_s:
+            await asyncio.sleep(_POLL_S)
+        return await self._footprint()
+
+    async def _figure(self, name: str) -> float:
+        """Return the sum of a metric over its labels. 0 if the service does not have it."""
+        lines = (await self._ask("GET", "/metrics")).decode().splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.partition("{")[0] == name)
+
+    async def _running(self) -> dict[str, float]:
+        """Return the figures that are 0 when nothing runs."""
+        names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+        return {name: await self._figure(name) for name in names}
+
     async def _footprint(self) -> dict[str, float]:
         """Return the figures that must return to their initial values when nothing runs."""
-        running = {
-            "vllm:num_requests_running": 0.0,
-            "vllm:num_requests_waiting": 0.0,
-            "vllm:kv_cache_usage_perc": 0.0,
-        }
-        for line in (await self._ask("GET", "/metrics")).decode().splitlines():
-            name = line.partition("{")[0]
-            if name in running:
-                running[name] += float(line.rsplit(" ", 1)[1])
+        running = await self._running()
         front, engines = self.front(), self.engines().values()
         return {
             **running,
@@ -279,12 +337,15 @@ class Campaign:
             "processes": len(tree(self.service.process.pid)),
         }
 
-    async def _ask(self, method: str, path: str) -> bytes:
+    async def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
+        content = b"" if body is None else json.dumps(body).encode()
         reader, writer = await asyncio.open_connection(HOST, self.service.port, limit=2**24)
         try:
-            writer.write(
-                f"{method} {path} HTTP/1.0\r\nHost: {HOST}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode()
+            head = (
+                f"{method} {path} HTTP/1.0\r\nHost: {HOST}\r\nContent-Type: application/json\r\n"
+                f"Content-Length: {len(content)}\r\nConnection: close\r\n\r\n"
             )
+            writer.write(head.encode() + content)
             return (await reader.read()).partition(b"\r\n\r\n")[2]
         finally:
             writer.close()

@@ -9,6 +9,9 @@ from pathlib import Path
 from benchmarks.faults.campaign import Campaign, Fault
 
 PAUSE_S = 0.7  # between stopping and continuing an engine: too short for the service to abandon it
+DRAIN_S = 5.0  # limit of the wait for an empty rank
+DISK_S = 2.0  # of a slow or full disk
+NUM_FLUSHES = 3
 OWN_MOVE = "kill amid an own move"
 
 
@@ -91,6 +94,72 @@ async def _clients_leave(campaign: Campaign) -> int:
     return 0
 
 
+async def _drain(campaign: Campaign) -> int:
+    """Drain a rank until it is empty, then another one while the first takes requests again."""
+    for rank in campaign.some_ranks(2):
+        await campaign.drain(rank, timeout_s=DRAIN_S)
+        await campaign.drain(rank, undo=True)
+    return 0
+
+
+async def _kill_during_drain(campaign: Campaign) -> int:
+    """Drain a rank, and kill it or another one while its requests move."""
+    rank = campaign.some_ranks(1)[0]
+    await campaign.drain(rank)
+    await asyncio.sleep(campaign.drawn.uniform(0.0, 0.3))
+    num_lost = await _kill(campaign, 1)
+    await campaign.drain(rank, undo=True)
+    return num_lost
+
+
+async def _leave_during_drain(campaign: Campaign) -> int:
+    rank = campaign.some_ranks(1)[0]
+    leaving = asyncio.create_task(campaign.leave(campaign.num_open))
+    await campaign.drain(rank)
+    await leaving
+    await campaign.drain(rank, undo=True)
+    return 0
+
+
+async def _sleep(campaign: Campaign) -> int:
+    """Put the service to sleep, and wake it. Its open requests are kept."""
+    await campaign.act(f"/sleep?mode=keep&level={campaign.drawn.choice((1, 2))}")
+    await campaign.act("/wake_up")
+    return 0
+
+
+async def _flush(campaign: Campaign) -> int:
+    """Forget all cached prefixes, several times under load."""
+    for _ in range(NUM_FLUSHES):
+        await campaign.act("/flush_cache")
+        await asyncio.sleep(campaign.drawn.uniform(0.0, 0.2))
+    return 0
+
+
+async def _slow_disk(campaign: Campaign) -> int:
+    """Make the disk slow, perhaps so slow that loads exceed their time limit."""
+    campaign.disk.slow_down(campaign.drawn.choice((0.05, 1.0, 4.0)))
+    await asyncio.sleep(DISK_S)
+    campaign.disk.repair()
+    return 0
+
+
+async def _full_disk(campaign: Campaign) -> int:
+    """Fill the disk. Ranks serve without their tier on disk until they are restarted."""
+    campaign.disk.fill()
+    await asyncio.sleep(DISK_S)
+    campaign.disk.repair()
+    return 0
+
+
+async def _damage_records(campaign: Campaign) -> int:
+    """Damage records, and kill a rank, so that others look for the prefixes of its requests."""
+    campaign.disk.damage(campaign.drawn)
+    return await _kill(campaign, 1)
+
+
+# While one of these lasts, no rank serves, or clients cannot be reached.
+OUTAGES = ("kill all", "kill the front", "kill a supervisor", "sleep and wake")
 FAULTS: Mapping[str, Fault] = {
     "kill one": lambda campaign: _kill(campaign, 1),
     "kill two": lambda campaign: _kill(campaign, 2),
@@ -104,4 +173,14 @@ FAULTS: Mapping[str, Fault] = {
     "kill the front": _kill_front,
     "kill a supervisor": _kill_supervisor,
     "clients leave": _clients_leave,
+    "drain two ranks": _drain,
+    "kill during a drain": _kill_during_drain,
+    "clients leave during a drain": _leave_during_drain,
+    "sleep and wake": _sleep,
+}
+OF_TIERS: Mapping[str, Fault] = {
+    "flush": _flush,
+    "slow disk": _slow_disk,
+    "full disk": _full_disk,
+    "damaged records": _damage_records,
 }

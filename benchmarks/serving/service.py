@@ -128,12 +128,18 @@ class Server:
 class Service(Server):
     """A running `wideep serve`."""
 
-    def __init__(self, model: str, arguments: Sequence[str], log: IO[bytes]) -> None:
+    def __init__(
+        self,
+        model: str,
+        arguments: Sequence[str],
+        log: IO[bytes],
+        *,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         """Start the service (see `Server`)."""
         port = free_port()
-        super().__init__(
-            [sys.executable, "-m", "server", "serve", model, f"--port={port}", *arguments], port, log
-        )
+        command = [sys.executable, "-m", "server", "serve", model, f"--port={port}", *arguments]
+        super().__init__(command, port, log, environment=environment)
 
 
 def greedy_tokens(port: int, prompt: list[int], num_tokens: int) -> list[int]:
