@@ -37,6 +37,7 @@ class LiveAnswer:
     body: Mapping[str, Any]
     is_streamed: bool
     key: str | None = None  # Idempotency-Key of the request and its retries
+    session: str | None = None
     may_ask_again: Callable[[], bool] = lambda: False  # whether a request that was cut off may be retried
     arrivals_s: list[float] = field(default_factory=list)  # time.perf_counter()
     num_refused: int = 0  # 503 responses before it was accepted
@@ -91,8 +92,9 @@ class LiveAnswer:
             f"POST /v1/completions HTTP/1.1\r\nHost: {HOST}\r\nContent-Type: application/json\r\n"
             f"Content-Length: {len(body)}\r\nConnection: close\r\n"
         )
-        head += f"Idempotency-Key: {self.key}\r\n\r\n" if self.key else "\r\n"
-        writer.write(head.encode() + body)
+        head += f"Idempotency-Key: {self.key}\r\n" if self.key else ""
+        head += f"x-session-id: {self.session}\r\n" if self.session else ""
+        writer.write(head.encode() + b"\r\n" + body)
         await writer.drain()
 
     async def _read_head(self, reader: asyncio.StreamReader) -> int:
