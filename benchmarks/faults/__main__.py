@@ -36,7 +36,7 @@ from benchmarks.serving.service import BenchServiceError, Service
 from kvcache.paged_cache import BLOCK_TOKENS
 from server.front.tokenizer import Tokenizer
 from server.serve.preflight.model import resolve_model
-from server.tools.size.read_model import read_model
+from server.tools.size.costs.read_model import read_model
 
 _EAGER = (  # rebalances often and moves slowly
     "--enable-eplb",

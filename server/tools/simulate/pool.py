@@ -23,7 +23,7 @@ from server.tools.simulate.coming_step import Announcements, Coasting
 from server.tools.simulate.experts import ExpertBalance
 from server.tools.simulate.figures import SimulationFigures
 from server.tools.simulate.rank import RankLimits, SimulatedRank
-from server.tools.size.step_times import StepTimes
+from server.tools.size.costs.step_times import StepTimes
 
 NEVER_S = np.inf  # the end of no step
 LEAST_STEP_S = 1e-4  # of ranks that only wait for blocks
