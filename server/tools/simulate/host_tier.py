@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from kvcache.tiers.figures import TierFigures
-from kvcache.tiers.jobs import LoadJob, SaveJob
+from kvcache.tiers.jobs import FetchJob, LoadJob, SaveJob
 
 SECRET = bytes(16)
 
@@ -37,8 +37,9 @@ class HostTier:
     def __init__(self, memory: HostMemory, clock: Callable[[], float], block_s: float) -> None:
         """`block_s`: seconds in which a block is loaded."""
         self.figures, self.secret = TierFigures(), SECRET
+        self.has_peers = False  # all ranks are on one node
         self._memory, self._clock, self._block_s = memory, clock, block_s
-        self._saved: list[SaveJob | LoadJob] = []
+        self._saved: list[SaveJob | LoadJob | FetchJob] = []
         self._loads: list[tuple[float, LoadJob]] = []  # with the times of their ends
         self._free_s = 0.0  # when the rank's loads so far have ended
 
@@ -59,7 +60,10 @@ class HostTier:
         self._free_s = max(self._free_s, self._clock()) + load.num_loaded * self._block_s
         self._loads.append((self._free_s, load))
 
-    def finished(self) -> list[SaveJob | LoadJob]:
+    def fetch(self, fetch: FetchJob) -> None:
+        raise AssertionError("no rank has a peer")
+
+    def finished(self) -> list[SaveJob | LoadJob | FetchJob]:
         done, self._saved = self._saved, []
         while self._loads and self._loads[0][0] <= self._clock():
             done.append(self._loads.pop(0)[1])
@@ -68,12 +72,5 @@ class HostTier:
     def forget(self, generation: int) -> None:
         """Do nothing: nothing is forgotten in a simulation."""
 
-    def note(
-        self,
-        *,
-        num_lookups: int = 0,
-        num_dropped: int = 0,
-        host_hit_tokens: int = 0,
-        disk_hit_tokens: int = 0,
-    ) -> None:
+    def note(self, **counts: float) -> None:
         """Do nothing: the scheduler counts cached tokens itself."""

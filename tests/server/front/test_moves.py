@@ -6,7 +6,15 @@ from collections import Counter, deque
 import pytest
 
 from kvcache.blocks import BlockPool
-from scheduler.policy.request import FinishReason, RankStats, Request, RequestOutput, SamplingParams, Withdraw
+from scheduler.policy.request import (
+    FinishReason,
+    MemoryOrder,
+    RankStats,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    Withdraw,
+)
 from scheduler.policy.scheduler import Scheduler
 from server.front.generations import Answer, Ask, Asker
 from server.front.loads import MoveCause
@@ -330,7 +338,8 @@ class Hall:
         if self.rng.random() < 0.002:
             self.lose(rank)  # also while it gets what waited for it
 
-    def _post(self, rank: int, message: Abort | Withdraw) -> None:
+    def _post(self, rank: int, message: Abort | Withdraw | MemoryOrder) -> None:
+        assert not isinstance(message, MemoryOrder), "nothing sleeps here"
         assert rank not in self.away
         self.to_rank[rank].append(message)
 
