@@ -154,8 +154,6 @@ class Listener:
 
     async def close(self) -> None:
         """Accept the connections that already wait, and no more. Returns when those are open."""
-        for timer in self._retries:
-            timer.cancel()
         for each in self._sockets:
             self._loop.remove_reader(each)
             with contextlib.suppress(OSError):
@@ -163,6 +161,8 @@ class Listener:
             while self._take_one(each):
                 pass
             each.close()
+        for timer in self._retries:  # also those that the last connections started
+            timer.cancel()
         if self._opening:
             await asyncio.wait(self._opening, timeout=1.0)
 

@@ -3,7 +3,7 @@
 import itertools
 import json
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -73,6 +73,9 @@ def test_every_combination_of_empty_parts_comes_back() -> None:
         assert decode(encode(StepOutput([output], None))) == StepOutput([output], None)
 
 
+OUTPUT_FIELDS = [field.name for field in fields(RequestOutput)]
+
+
 def test_the_last_fields_are_omitted_if_they_are_their_defaults() -> None:
     assert json.loads(encode(StepOutput([RequestOutput(request_id="a", token_ids=[5])], None))) == [
         "StepOutput",
@@ -80,21 +83,21 @@ def test_the_last_fields_are_omitted_if_they_are_their_defaults() -> None:
     ]
     late = RequestOutput(request_id="a", token_ids=[], finish_reason=FinishReason.STOP)
     [[written], _] = json.loads(encode(StepOutput([late], None)))[1]
-    assert written == ["a", [], [], [], 0, 0, 0, 0.0, "stop"]
+    assert written[-1] == "stop" and len(written) == OUTPUT_FIELDS.index("finish_reason") + 1
 
 
 @pytest.mark.parametrize("value", [-0.0, 0, False])
 def test_a_value_that_only_equals_a_default_is_kept(value: float) -> None:
-    fields = ("logprobs", "error", "num_draft_tokens", "is_returned", "finish_reason")
+    names = ("logprobs", "error", "num_draft_tokens", "is_returned", "finish_reason")
     output = RequestOutput(request_id="a", token_ids=[1], queued_s=value)
     [back] = decode(encode(StepOutput([output], None))).outputs
     assert math.copysign(1, back.queued_s) == math.copysign(1, value) and type(back.queued_s) is type(value)
-    assert all(getattr(back, name) == getattr(output, name) for name in fields)
+    assert all(getattr(back, name) == getattr(output, name) for name in names)
 
 
-@pytest.mark.parametrize("num_fields", [0, 1, 13])
+@pytest.mark.parametrize("num_fields", [0, 1, len(OUTPUT_FIELDS) + 1])
 def test_a_record_with_too_few_or_too_many_fields_is_an_error(num_fields: int) -> None:
-    content = json.dumps(["StepOutput", [[["a", *[[]] * 12][:num_fields]], None]]).encode()
+    content = json.dumps(["StepOutput", [[["a", *[[]] * len(OUTPUT_FIELDS)][:num_fields]], None]]).encode()
     with pytest.raises(LookupError):
         decode(content)
 

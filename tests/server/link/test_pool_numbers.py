@@ -13,6 +13,7 @@ from scheduler.policy.request import RankStats
 from server.link.messages import (
     Fault,
     FromRank,
+    MemorySwitched,
     MemoryUse,
     PlacementUpdate,
     Regrouped,
@@ -40,6 +41,7 @@ MESSAGES: list[tuple[FromRank, FromRank]] = [
     (Fault(2, "rank 2 did not answer rank 9"), Fault(2, "rank 5 did not answer rank 9")),
     (Regrouped(4), Regrouped(4)),
     (MemoryUse(5), MemoryUse(5)),
+    (MemorySwitched(5), MemorySwitched(5)),
     (EXPERTS, EXPERTS),
 ]
 
