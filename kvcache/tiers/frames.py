@@ -32,8 +32,8 @@ _MEANING = struct.Struct("<32s32sQQ")  # model and layout, software, bytes of a 
 _HELLO = struct.Struct(f"<8sI{_MEANING.size}s32s")  # magic, version, meaning, nonce
 _REPLY = struct.Struct("<B32s")  # a number of _REFUSALS, nonce
 _REQUEST = struct.Struct(
-    f"<{KEY_BYTES}sQIII"
-)  # root, generation, tokens, first block, end of the newest state
+    f"<{KEY_BYTES}sQIIII"
+)  # root, generation, tokens, first block, end of the newest state, awaited blocks
 _ANSWER = struct.Struct("<II")  # first block, end
 _RECORD = struct.Struct("<IQ")  # block of the prefix, STATE or END; checksum
 HEADER_BYTES = _RECORD.size
@@ -59,6 +59,7 @@ class PrefixRequest(NamedTuple):
     token_ids: "array[int]"  # whole blocks; uint32
     first_block: int  # the client has the blocks before this one
     newest_state: int  # number of blocks before the newest state that the client has; 0 if it has none
+    num_awaited: int = 0  # the first blocks that the server's node has or is saving now
 
 
 class Answer(NamedTuple):
@@ -145,9 +146,8 @@ class Channel:
     def request(self, request: PrefixRequest, until_s: float) -> Answer:
         """Send a request and return the answer's beginning. Its records follow: `receive_header`."""
         self._num_requests += 1
-        root, generation, token_ids, first_block, newest_state = request
-        content = _REQUEST.pack(root, generation, len(token_ids), first_block, newest_state)
-        content += token_ids.tobytes()
+        root, generation, token_ids, *numbers = request
+        content = _REQUEST.pack(root, generation, len(token_ids), *numbers) + token_ids.tobytes()
         self._send(content + self._mac_of(b"request", content), until_s)
         answer = receive(self._socket, _ANSWER.size + _MAC_BYTES, until_s)
         self._check(b"answer", answer[: _ANSWER.size], answer[_ANSWER.size :])
@@ -169,7 +169,7 @@ class Channel:
             raise ConnectionResetError("the client has closed its connection")
         until_s = time.monotonic() + STALL_S
         head = first + receive(self._socket, _REQUEST.size - 1, until_s)
-        root, generation, num_tokens, first_block, newest_state = _REQUEST.unpack(head)
+        root, generation, num_tokens, *numbers = _REQUEST.unpack(head)
         if num_tokens > MOST_TOKENS:
             raise PeerError(f"it requests a prefix of {num_tokens} tokens; the limit is {MOST_TOKENS}")
         token_ids = array("I")
@@ -177,7 +177,7 @@ class Channel:
         self._num_requests += 1
         self._check(b"request", head + content, receive(self._socket, _MAC_BYTES, until_s))
         token_ids.frombytes(content)
-        return PrefixRequest(root, generation, token_ids, first_block, newest_state)
+        return PrefixRequest(root, generation, token_ids, *numbers)
 
     def answer(self, answer: Answer) -> None:
         """Send the beginning of an answer."""

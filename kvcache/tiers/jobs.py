@@ -36,6 +36,7 @@ class FetchJob:
     root: bytes  # the key before the first block
     num_cached: int = 0  # the first blocks that the device has
     newest_state: int = 0  # number of blocks before the newest state that the device has
+    num_awaited: int = 0  # the first blocks that the other node has or is saving now
     generation: int = 0  # records of older generations must not be fetched; set by the tiers
     secret: bytes = b""  # of the keys; set by the tiers
     is_unwanted: bool = False  # the request has ended or waits no longer; set at any time

@@ -30,6 +30,7 @@ from kvcache.unit import sum_of_bytes
 log = logging.getLogger(__name__)
 MOST_CONNECTIONS = 64  # at once; others are closed
 IDLE_S = 300.0  # a connection without requests is closed
+AWAIT_S, _POLL_S = 0.5, 0.002  # for blocks that a rank of this node is saving; below STALL_S
 _PAUSE_S = 0.1  # if no descriptor is free for a connection
 
 
@@ -130,11 +131,19 @@ class PeerServer:
         keys: list[bytes] = []
         if key_secret.generation >= request.generation:  # otherwise this node still has to forget its records
             keys = PrefixIndex(self._block_tokens, key_secret.secret).keys_of(request.token_ids, request.root)
+        self._await(keys[: request.num_awaited])
         answer = self._find(keys, request)
         channel.answer(answer)
         if answer.end:
             self._send_records(channel, keys, answer)
         channel.send_end()
+
+    def _await(self, keys: list[bytes]) -> None:
+        """Wait until a rank of this node has saved these blocks, and the state after them if the model keeps states."""
+        stores = [each for each in (self._tier.blocks, self._tier.states) if each is not None]
+        until_s = time.monotonic() + AWAIT_S
+        while keys and not all(each.has(keys[-1]) for each in stores) and time.monotonic() < until_s:
+            time.sleep(_POLL_S)
 
     def _find(self, keys: list[bytes], request: PrefixRequest) -> Answer:
         """Choose what to send. Blocks must continue the client's, and a state is of use only after the client's newest one."""

@@ -265,7 +265,7 @@ class _Link:
         """
         token_ids = array("I", fetch.token_ids)
         request = PrefixRequest(
-            fetch.root, fetch.generation, token_ids, wanted.num_blocks, wanted.newest_state
+            fetch.root, fetch.generation, token_ids, wanted.num_blocks, wanted.newest_state, fetch.num_awaited
         )
         begun_s = self._clock()
         channel, answer = self._request(request, until_s)

@@ -86,8 +86,8 @@ class Request:
     prefix_at: str = ""  # HOST:PORT of a rank of another node that probably has its prefix; "": none is known
     # The rank releases the request with its next token, unless that ends it: another rank generates the rest of the answer.
     hands_over: bool = False
-    # Another rank of the host is saving the blocks of this many first tokens to the tiers. The rank waits for them, for a bounded
-    # time.
+    # Another rank, of this host or of the node of `prefix_at`, is saving the blocks of this many first tokens to the tiers. The rank
+    # waits for them, for a bounded time.
     num_awaited_tokens: int = 0
 
 

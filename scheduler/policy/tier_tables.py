@@ -12,8 +12,8 @@ the thread is done with them.
 If another node probably has a request's prefix, what this node lacks is fetched as soon as the request arrives. It holds no block.
 The fetched blocks are in host memory when the request is looked up.
 
-If another rank of the host hands a request over, its last blocks may still be on their way to the tiers. The request waits for
-them before it is looked up, at most `MOST_AWAIT_S`.
+If another rank hands a request over, its last blocks may still be on their way to the tiers. The request waits for them before it
+is looked up, at most `MOST_AWAIT_S`. On another node, the server of that node waits for them.
 """
 
 from collections import Counter
@@ -144,6 +144,7 @@ class TierTables:
         """
         pool, token_ids, root = self._pool, sequence.token_ids, sequence.root_key
         num_blocks = num_shareable // pool.block_tokens
+        num_awaited, sequence.num_awaited_tokens = sequence.num_awaited_tokens // pool.block_tokens, 0
         if not num_blocks or not self._tiers.has_peers:
             return
         matched = pool.match(token_ids[:num_shareable], root)
@@ -158,6 +159,7 @@ class TierTables:
             root,
             num_cached=len(matched),
             newest_state=newest_state,
+            num_awaited=min(num_blocks, num_awaited),
         )
         sequence.fetch = fetch
         self._fetches[fetch] = _Fetching(sequence, now_s + MOST_LOAD_S)

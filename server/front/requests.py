@@ -476,7 +476,7 @@ class Requests:
             request = replace(
                 request,
                 hands_over=next_rank is not None,
-                num_awaited_tokens=saved_tokens if is_near else 0,
+                num_awaited_tokens=saved_tokens if is_near or request.prefix_at else 0,
             )
         self._ranks.submit(rank, request, now_s=now_s)
 

@@ -167,6 +167,25 @@ def test_only_what_is_missing_is_sent_and_a_connection_is_used_again(nodes: Call
     assert source.peers._server._connections == {connection}
 
 
+def test_blocks_that_the_other_node_is_saving_are_waited_for(
+    nodes: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, client = nodes(), nodes()
+    address, blocks = source.peers.address.address, source.tiers._tiers[0].blocks
+    monkeypatch.setattr(peer_server, "AWAIT_S", 0.01)
+    assert not client.fetch(address, num_awaited=NUM_BLOCKS).keys and client.outcomes() == {"empty": 1}
+    monkeypatch.setattr(peer_server, "AWAIT_S", 30)
+    monkeypatch.setattr(frames, "STALL_S", 60)
+    is_asked, has = threading.Event(), blocks.has
+    monkeypatch.setattr(blocks, "has", lambda key: is_asked.set() or has(key))
+    fetch = FetchJob(address, TOKENS, ROOT_KEY, num_awaited=NUM_BLOCKS)
+    client.tiers.fetch(fetch)
+    assert is_asked.wait(30)
+    source.remember()
+    client.until(lambda: fetch in client.tiers.finished())
+    assert fetch.keys == set(client.keys())
+
+
 def test_a_state_is_fetched_without_blocks_and_an_older_one_is_not(nodes: Callable[..., Node]) -> None:
     source, client = nodes(), nodes()
     address = source.peers.address.address
