@@ -125,17 +125,14 @@ def test_a_drained_node_s_streams_and_repeated_prompts_are_fetched(family: str, 
 
 def test_a_prompt_of_a_node_is_decoded_on_another_one(tmp_path: Path) -> None:
     with two_hosts(tmp_path, "qwen3_next", "--pools=prefill:1,decode:1") as hosts:
+        answers = stream_all(hosts.here, prompt=TEXT)
+        assert hosts.metric("wideep:request_moves_total", 'cause="hand_over"') > 0, "nothing was handed over"
+        assert hosts.metric("wideep:kv_peer_fetches_total", 'outcome="whole"') > 0, "nothing was fetched"
+        assert hosts.metric("wideep:kv_peer_fetches_total", 'outcome="failed"') == 0
         for pool in ("prefill", "decode"):
             hosts.call("POST", "/pools", {"pool": pool, "role": "both"})
-        expected = stream_all(hosts.here, prompt=TEXT)
         hosts.call("POST", "/flush_cache")
-        for pool in ("prefill", "decode"):
-            hosts.call("POST", "/pools", {"pool": pool, "role": pool})
-        assert stream_all(hosts.here, prompt=TEXT) == expected
-        num_moves = hosts.metric("wideep:request_moves_total", 'cause="hand_over"')
-        assert num_moves > 0, "nothing was handed over"
-        assert hosts.metric("wideep:kv_peer_received_bytes_total") > 0, "nothing was fetched"
-        assert hosts.metric("wideep:request_hand_over_computed_tokens_sum") < 20 * num_moves
+        assert stream_all(hosts.here, prompt=TEXT) == answers
 
 
 def test_a_node_that_dies_while_others_fetch_from_it_costs_no_token(tmp_path: Path) -> None:
