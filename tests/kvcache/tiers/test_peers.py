@@ -537,19 +537,21 @@ def started(target: Callable[..., None], *arguments: Any) -> tuple[Any, Connecti
 
 
 def test_a_server_that_is_killed_in_the_middle_of_an_answer_costs_nothing_but_the_rest(
-    nodes: Callable[..., Node],
+    nodes: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(frames, "STALL_S", 60)  # a busy machine must not end the transfer before the server does
+    monkeypatch.setattr(peers, "MOST_FETCH_S", 60)
     process, pipe = started(serve_node, 3)
     address, records = pipe.recv()
     client = nodes(PLAIN)
     fill_random(client)
     fetch = FetchJob(address, TOKENS, ROOT_KEY)
     client.tiers.fetch(fetch)
-    assert pipe.recv() == "stopped"
+    assert pipe.poll(60) and pipe.recv() == "stopped"
     os.kill(process.pid, signal.SIGKILL)
     begun_s = time.monotonic()
     client.until(lambda: fetch in client.tiers.finished())
-    assert time.monotonic() - begun_s < peers.MOST_FETCH_S
+    assert time.monotonic() - begun_s < 30, "a closed connection is noticed at once"
     assert client.outcomes() == {"failed": 1} and fetch.keys == set(client.keys()[:3])
     client.do(load := LoadJob(client.keys(), list(range(NUM_BLOCKS))))
     assert load.num_loaded == 3 and [client.record(number) for number in range(3)] == records[:3]
