@@ -117,8 +117,11 @@ def test_streams_of_every_kind_of_model_continue_unchanged(
     with RealService.serve(model, tmp_path / "output.txt", "-dp=2", "--max-num-seqs=32", *flags) as service:
         service.wait_ready()
         expected = [each.said for each in stream_all(service.url, bodies())]
-        streams = stream_all(service.url, bodies(), pieces=PIECES, then=back_and_forth(service))
-        assert [each.said for each in streams] == expected
+        for _ in range(10):  # on a busy machine, all answers may end before the drain begins
+            streams = stream_all(service.url, bodies(), pieces=PIECES, then=back_and_forth(service))
+            assert [each.said for each in streams] == expected
+            if moves(service):
+                break
         assert moves(service) > 0
         wait_until_nothing_is_open(service)
 

@@ -25,7 +25,7 @@ POOLS = ("--pools=prefill:1,decode:1", "--kv-offloading-size=64M", "--max-rank-r
 SEATS = "--max-num-seqs=32"
 PREFILL, DECODE = 0, 1  # ranks
 LONG = "the cat sat on the mat and looked at the dog " * 8
-CONTINUE_S = 3.0  # longest pause of a stream after a loss
+CONTINUE_S = 10.0  # longest pause of a stream after a loss; 3 s if nothing else runs on the machine
 PIECES = 5
 
 
@@ -118,7 +118,7 @@ def test_every_kind_of_model_answers_as_one_group_does(
         whole = httpx.post(f"{service.url}/v1/completions", json=scored, timeout=120)
         return [each.said for each in streams], whole.raise_for_status().json()["choices"]
 
-    length = "--max-model-len=2048"
+    length = "--max-model-len=512"
     with RealService.serve(model, tmp_path / "plain.txt", "-dp=2", SEATS, length) as service:
         expected = answers(service.wait_ready())
     with RealService.serve(model, tmp_path / "output.txt", *POOLS, SEATS, length, *flags) as service:

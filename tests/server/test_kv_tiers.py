@@ -146,7 +146,13 @@ def test_a_drained_rank_hands_its_streams_on_and_their_blocks_come_from_host_mem
         def drain() -> None:
             httpx.post(f"{service.url}/ranks/drain", json={"rank": 0}, timeout=60).raise_for_status()
 
-        streams = stream_all(service.url, bodies, pieces=5, then=drain)
-        assert [stream.said for stream in streams] == expected
+        for _ in range(10):  # on a busy machine, all answers may end before the drain begins
+            streams = stream_all(service.url, bodies, pieces=5, then=drain)
+            assert [stream.said for stream in streams] == expected
+            if figure(service, "wideep:request_moves_total"):
+                break
+            undrain = {"rank": 0, "undo": True}
+            httpx.post(f"{service.url}/ranks/drain", json=undrain, timeout=60).raise_for_status()
+            httpx.post(f"{service.url}/flush_cache", timeout=30).raise_for_status()
         assert figure(service, "wideep:request_moves_total") > 0, "no stream moved"
         assert figure(service, "vllm:kv_offload_load_bytes_total") > before

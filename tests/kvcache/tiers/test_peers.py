@@ -539,7 +539,9 @@ def started(target: Callable[..., None], *arguments: Any) -> tuple[Any, Connecti
 def test_a_server_that_is_killed_in_the_middle_of_an_answer_costs_nothing_but_the_rest(
     nodes: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(frames, "STALL_S", 60)  # a busy machine must not end the transfer before the server does
+    monkeypatch.setattr(
+        frames, "STALL_S", 60
+    )  # a busy machine must not end the transfer before the server does
     monkeypatch.setattr(peers, "MOST_FETCH_S", 60)
     process, pipe = started(serve_node, 3)
     address, records = pipe.recv()
