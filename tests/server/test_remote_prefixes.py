@@ -103,9 +103,13 @@ def two_hosts(directory: Path, family: str, *flags: str) -> Iterator[TwoHosts]:
 def test_a_drained_node_s_streams_and_repeated_prompts_are_fetched(family: str, tmp_path: Path) -> None:
     with two_hosts(tmp_path, family) as hosts:
         expected = stream_all(hosts.here, prompt=TEXT)
-        hosts.call("POST", "/flush_cache")
-        received = hosts.metric("wideep:kv_peer_received_bytes_total")
-        assert stream_all(hosts.here, prompt=TEXT, then=lambda: hosts.drain(0)) == expected
+        for _ in range(10):  # on a busy machine, all answers may end before the drain begins
+            hosts.undrain(0)
+            hosts.call("POST", "/flush_cache")
+            received = hosts.metric("wideep:kv_peer_received_bytes_total")
+            assert stream_all(hosts.here, prompt=TEXT, then=lambda: hosts.drain(0)) == expected
+            if hosts.metric("wideep:request_moves_total"):
+                break
         assert hosts.metric("wideep:request_moves_total") > 0, "no stream moved"
         assert hosts.metric("wideep:kv_peer_received_bytes_total") > received, "nothing was fetched"
         assert hosts.metric("wideep:kv_tier_faults_total") == 0

@@ -177,7 +177,12 @@ def test_blocks_that_the_other_node_is_saving_are_waited_for(
     monkeypatch.setattr(peer_server, "AWAIT_S", 30)
     monkeypatch.setattr(frames, "STALL_S", 60)
     is_asked, has = threading.Event(), blocks.has
-    monkeypatch.setattr(blocks, "has", lambda key: is_asked.set() or has(key))
+
+    def has_noted(key: bytes) -> bool:
+        is_asked.set()
+        return has(key)
+
+    monkeypatch.setattr(blocks, "has", has_noted)
     fetch = FetchJob(address, TOKENS, ROOT_KEY, num_awaited=NUM_BLOCKS)
     client.tiers.fetch(fetch)
     assert is_asked.wait(30)
