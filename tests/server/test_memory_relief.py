@@ -36,8 +36,8 @@ def service(
 
 
 def cache_bytes(family: str) -> int:
-    """Return the memory for CACHE_TOKENS. States of recurrent layers come on top."""
-    return CACHE_TOKENS * TOKEN_BYTES * (4 if family == "qwen3_next" else 1)
+    """Return the memory for CACHE_TOKENS. Fewer layers of qwen3_next keep keys and values; its states share the memory."""
+    return CACHE_TOKENS * TOKEN_BYTES * 2 // (3 if family == "qwen3_next" else 2)
 
 
 def bodies() -> list[dict[str, Any]]:
