@@ -43,7 +43,7 @@ _NETWORK = "10.213.8"
 _PATIENCE_S = 60.0
 
 
-class Side:
+class TransferEnd:
     """A cache with host memory, as a rank has it."""
 
     def __init__(self, args: argparse.Namespace, host: str, seed: int) -> None:
@@ -147,12 +147,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Print and return the rates of all ways."""
     ways: dict[str, dict[str, float]] = {}
-    side = Side(args, "127.0.0.1", seed=1)
+    side = TransferEnd(args, "127.0.0.1", seed=1)
     num_bytes = side.record_bytes * args.blocks
     print(
         f"{args.blocks} blocks of {side.record_bytes / 2**20:.2f} MiB, {args.rounds} rounds after a warm-up\n"
     )
-    other = Side(args, "127.0.0.1", seed=2)
+    other = TransferEnd(args, "127.0.0.1", seed=2)
     other.close()
 
     def compare() -> None:
@@ -210,7 +210,7 @@ def prefix_served(args: argparse.Namespace, prefix: Sequence[str], host: str) ->
 
 
 def _serve(args: argparse.Namespace) -> int:
-    side = Side(args, args.serve, seed=2)
+    side = TransferEnd(args, args.serve, seed=2)
     side.save()
     print(json.dumps({"address": side.peers.address.address}), flush=True)
     sys.stdin.read()

@@ -47,7 +47,7 @@ _REFUSALS = {
 }
 
 
-class PeerError(ConnectionError):
+class PeerProtocolError(ConnectionError):
     """The other end is not a peer of this service, or breaks the protocol."""
 
 
@@ -62,7 +62,7 @@ class PrefixRequest(NamedTuple):
     num_awaited: int = 0  # the first blocks that the server's node has or is saving now
 
 
-class Answer(NamedTuple):
+class PrefixAnswer(NamedTuple):
     """What the server sends: a state after block `end` - 1 if the model keeps states, and blocks first_block to end - 1."""
 
     first_block: int
@@ -89,7 +89,7 @@ def meaning_of(blocks: RecordLayout, states: RecordLayout | None) -> bytes:
 class Channel:
     """One end of a connection after the handshake. Every wait ends after `STALL_S` without progress, or at its limit.
 
-    All methods raise OSError if the connection breaks or stalls, and PeerError if the other end breaks the protocol.
+    All methods raise OSError if the connection breaks or stalls, and PeerProtocolError if the other end breaks the protocol.
     """
 
     def __init__(self, connection: socket.socket, key: bytes) -> None:
@@ -108,12 +108,12 @@ class Channel:
             reply = receive(connection, _REPLY.size, until_s)
             refusal, _ = _REPLY.unpack(reply)
             if refusal != _ACCEPTED:
-                raise PeerError(_REFUSALS.get(refusal, "it refuses this node"))
+                raise PeerProtocolError(_REFUSALS.get(refusal, "it refuses this node"))
             key = _key_of(secret, hello, reply)
             connection.sendall(_mac(key, b"client"))
             proof = receive(connection, _MAC_BYTES, until_s)
             if not hmac.compare_digest(proof, _mac(key, b"server")):
-                raise PeerError("it does not belong to this service")
+                raise PeerProtocolError("it does not belong to this service")
         except BaseException:
             connection.close()
             raise
@@ -126,16 +126,16 @@ class Channel:
         hello = receive(connection, _HELLO.size, until_s)
         magic, version, theirs, _ = _HELLO.unpack(hello)
         if magic != _MAGIC:
-            raise PeerError("it does not use this protocol")
+            raise PeerProtocolError("it does not use this protocol")
         refusal = _OTHER_VERSION if version != _VERSION else _compare(meaning, theirs)
         reply = _REPLY.pack(refusal, os.urandom(32))
         connection.sendall(reply)
         if refusal != _ACCEPTED:
-            raise PeerError(_REFUSALS[refusal])
+            raise PeerProtocolError(_REFUSALS[refusal])
         key = _key_of(secret, hello, reply)
         proof = receive(connection, _MAC_BYTES, until_s)
         if not hmac.compare_digest(proof, _mac(key, b"client")):
-            raise PeerError("it does not belong to this service")
+            raise PeerProtocolError("it does not belong to this service")
         connection.sendall(_mac(key, b"server"))
         return cls(connection, key)
 
@@ -143,7 +143,7 @@ class Channel:
         """Close the connection."""
         self._socket.close()
 
-    def request(self, request: PrefixRequest, until_s: float) -> Answer:
+    def request(self, request: PrefixRequest, until_s: float) -> PrefixAnswer:
         """Send a request and return the answer's beginning. Its records follow: `receive_header`."""
         self._num_requests += 1
         root, generation, token_ids, *numbers = request
@@ -151,7 +151,7 @@ class Channel:
         self._send(content + self._mac_of(b"request", content), until_s)
         answer = receive(self._socket, _ANSWER.size + _MAC_BYTES, until_s)
         self._check(b"answer", answer[: _ANSWER.size], answer[_ANSWER.size :])
-        return Answer(*_ANSWER.unpack(answer[: _ANSWER.size]))
+        return PrefixAnswer(*_ANSWER.unpack(answer[: _ANSWER.size]))
 
     def receive_header(self, until_s: float) -> RecordHeader:
         """Return the header of the next record."""
@@ -171,7 +171,9 @@ class Channel:
         head = first + receive(self._socket, _REQUEST.size - 1, until_s)
         root, generation, num_tokens, *numbers = _REQUEST.unpack(head)
         if num_tokens > MOST_TOKENS:
-            raise PeerError(f"it requests a prefix of {num_tokens} tokens; the limit is {MOST_TOKENS}")
+            raise PeerProtocolError(
+                f"it requests a prefix of {num_tokens} tokens; the limit is {MOST_TOKENS}"
+            )
         token_ids = array("I")
         content = receive(self._socket, num_tokens * token_ids.itemsize, until_s)
         self._num_requests += 1
@@ -179,7 +181,7 @@ class Channel:
         token_ids.frombytes(content)
         return PrefixRequest(root, generation, token_ids, *numbers)
 
-    def answer(self, answer: Answer) -> None:
+    def answer(self, answer: PrefixAnswer) -> None:
         """Send the beginning of an answer."""
         content = _ANSWER.pack(*answer)
         self._send(content + self._mac_of(b"answer", content))
@@ -204,7 +206,7 @@ class Channel:
 
     def _check(self, kind: bytes, content: bytes, given: bytes) -> None:
         if not hmac.compare_digest(given, self._mac_of(kind, content)):
-            raise PeerError("a message was damaged on its way")
+            raise PeerProtocolError("a message was damaged on its way")
 
 
 def receive(connection: socket.socket, num_bytes: int, until_s: float) -> bytes:

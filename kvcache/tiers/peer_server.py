@@ -18,8 +18,8 @@ from kvcache.tiers.frames import (
     HEADER_BYTES,
     STALL_S,
     STATE,
-    Answer,
     Channel,
+    PrefixAnswer,
     PrefixRequest,
     RecordHeader,
 )
@@ -145,7 +145,7 @@ class PeerServer:
         while keys and not all(each.has(keys[-1]) for each in stores) and time.monotonic() < until_s:
             time.sleep(_POLL_S)
 
-    def _find(self, keys: list[bytes], request: PrefixRequest) -> Answer:
+    def _find(self, keys: list[bytes], request: PrefixRequest) -> PrefixAnswer:
         """Choose what to send. Blocks must continue the client's, and a state is of use only after the client's newest one."""
         blocks, states = self._tier.blocks, self._tier.states
         first = end = min(request.first_block, len(keys))
@@ -156,9 +156,9 @@ class PeerServer:
             end = next((each for each in ends if states.has(keys[each - 1])), 0)
         elif end == first:
             end = 0
-        return Answer(min(first, end), end)
+        return PrefixAnswer(min(first, end), end)
 
-    def _send_records(self, channel: Channel, keys: list[bytes], answer: Answer) -> None:
+    def _send_records(self, channel: Channel, keys: list[bytes], answer: PrefixAnswer) -> None:
         """Send a state, then blocks, up to the first one that is gone."""
         blocks, states = self._tier.blocks, self._tier.states
         most_bytes = max(blocks.record_bytes, states.record_bytes if states else 0)

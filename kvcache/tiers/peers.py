@@ -21,7 +21,15 @@ from threading import Thread
 from typing import NamedTuple
 
 from kvcache.prefix import PrefixIndex
-from kvcache.tiers.frames import END_OF_ANSWER, STATE, Answer, Channel, PeerError, PrefixRequest, meaning_of
+from kvcache.tiers.frames import (
+    END_OF_ANSWER,
+    STATE,
+    Channel,
+    PeerProtocolError,
+    PrefixAnswer,
+    PrefixRequest,
+    meaning_of,
+)
 from kvcache.tiers.jobs import FetchJob, PeerAddress
 from kvcache.tiers.peer_server import KeySecret, PeerServer
 from kvcache.tiers.records import RecordLayout
@@ -284,7 +292,7 @@ class _Link:
             self._tiers.note(peer_fetch_bytes=num_bytes)
         return num_bytes > 0
 
-    def _request(self, request: PrefixRequest, until_s: float) -> tuple[Channel, Answer]:
+    def _request(self, request: PrefixRequest, until_s: float) -> tuple[Channel, PrefixAnswer]:
         """Send a request, over a new connection if the peer has closed the last one."""
         if self._channel is not None:
             try:
@@ -296,7 +304,7 @@ class _Link:
         return self._channel, self._channel.request(request, until_s)
 
     def _records(
-        self, channel: Channel, wanted: _Wanted, answer: Answer, until_s: float
+        self, channel: Channel, wanted: _Wanted, answer: PrefixAnswer, until_s: float
     ) -> Iterator[tuple[bytes, memoryview, int, bool]]:
         """Receive the records of an answer and verify them.
 
@@ -306,7 +314,7 @@ class _Link:
         blocks, states = self._side.blocks, self._side.states
         first, end = answer
         if not first <= end <= len(wanted.keys) or (end and first != min(end, wanted.num_blocks)):
-            raise PeerError("it sends blocks that were not requested")
+            raise PeerProtocolError("it sends blocks that were not requested")
         most_bytes = max(blocks.record_bytes, states.record_bytes if states else 0)
         memory = memoryview(bytearray(most_bytes if end else 0))
         numbers = [STATE] if states is not None and end else []
@@ -315,14 +323,14 @@ class _Link:
             if header == END_OF_ANSWER:
                 return
             if header.number != number:
-                raise PeerError("it sends records in another order")
+                raise PeerProtocolError("it sends records in another order")
             is_state = number == STATE
             layout = states if is_state and states is not None else blocks
             record = memory[: layout.record_bytes]
             channel.receive_record(record, until_s)
             if sum_of_bytes(record) != header.checksum:
                 self._tiers.note(num_faults=1)
-                raise PeerError("a record was damaged on its way")
+                raise PeerProtocolError("a record was damaged on its way")
             yield wanted.keys[end - 1 if is_state else header.number], record, header.checksum, is_state
 
     def _disconnect(self) -> None:

@@ -44,20 +44,20 @@ class RoleBalance:
     """Decides when roles follow the load. Knows the time only from its caller."""
 
     def __init__(self) -> None:
-        self._wish: RoleChange | None = None
-        self._wished_s = 0.0  # since when
+        self._pending: RoleChange | None = None
+        self._pending_since_s = 0.0  # since when
         self._changed_s = float("-inf")
 
     def decide(self, pools: Sequence[PoolState], now_s: float) -> RoleChange | None:
         """Return the change to make now, or None."""
         serving = [each for each in pools if each.load.num_ranks]
-        wish = _needed(serving) or _returning(serving)
-        if wish is None or self._wish is None or wish[:2] != self._wish[:2]:
-            self._wish, self._wished_s = wish, now_s
-        if wish is None or now_s - self._wished_s < HOLD_S or now_s - self._changed_s < PAUSE_S:
+        change = _needed(serving) or _returning(serving)
+        if change is None or self._pending is None or change[:2] != self._pending[:2]:
+            self._pending, self._pending_since_s = change, now_s
+        if change is None or now_s - self._pending_since_s < HOLD_S or now_s - self._changed_s < PAUSE_S:
             return None
-        self._wish, self._changed_s = None, now_s
-        return wish
+        self._pending, self._changed_s = None, now_s
+        return change
 
 
 def _needed(pools: Sequence[PoolState]) -> RoleChange | None:

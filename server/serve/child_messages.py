@@ -1,7 +1,7 @@
 """The messages between a supervisor and its children, and the state that a supervisor leaves to its replacement.
 
 A child reports on a pipe, one message per line, as a JSON object with the message's fields. The front writes `FrontAddresses` to
-`--ready-fd`. An engine writes to WIDEEP_READY_FD: `ServiceAddress`; `CacheSize`; `Ready` when it serves; then `Beat` several times a
+`--ready-fd`. An engine writes to WIDEEP_READY_FD: `ServiceAddress`; `CacheBytes`; `Ready` when it serves; then `Beat` several times a
 second until `Leaving`. If the beats stop earlier, the engine hangs (`watchdog`): it is killed and restarted.
 
 In the other direction a child gets its command line and variables: WIDEEP_FRONT has the front's addresses, for an engine and for
@@ -36,7 +36,7 @@ class ServiceAddress(NamedTuple):
     http: str
 
 
-class CacheSize(NamedTuple):
+class CacheBytes(NamedTuple):
     """The size of the engine's KV cache. Its successors get the same size, although less memory may be free."""
 
     kv_cache_bytes: int
@@ -60,7 +60,7 @@ class Leaving(NamedTuple):
     leaving: bool = True
 
 
-FromChild = FrontAddresses | ServiceAddress | CacheSize | Ready | Beat | Leaving
+FromChild = FrontAddresses | ServiceAddress | CacheBytes | Ready | Beat | Leaving
 _CLASSES: dict[tuple[str, ...], type[FromChild]] = {each._fields: each for each in get_args(FromChild)}
 
 

@@ -50,7 +50,7 @@ from server.options.flag import OptionsError
 from server.options.pools import Pool, pool_of
 from server.options.reading import options_from_json
 from server.options.table import Options
-from server.serve.child_messages import Beat, CacheSize, Leaving, Ready, ServiceAddress, SupervisorPipe
+from server.serve.child_messages import Beat, CacheBytes, Leaving, Ready, ServiceAddress, SupervisorPipe
 from server.serve.children import FRONT_IS_GONE, FRONT_VARIABLE
 from server.serve.front_stream import FrontStream, num_restarts_of
 from server.serve.greeting import address_elsewhere
@@ -129,7 +129,7 @@ def _serve(options: Options, place: Place, pool: Pool, environment: Mapping[str,
     loading.note(f"Building the model {options.model} and testing its layers", stage="the model's layers")
     config = engine_config(options, in_pool)
     if config.memory_bytes is None:
-        supervisor.send(CacheSize(config.kv_cache_bytes))
+        supervisor.send(CacheBytes(config.kv_cache_bytes))
     built = assemble(
         config,
         StoreDoorbell(
@@ -144,7 +144,7 @@ def _serve(options: Options, place: Place, pool: Pool, environment: Mapping[str,
         network=_peer_network(options, place, front, environment),
     )
     if config.memory_bytes is not None:
-        supervisor.send(CacheSize(built.kv_cache_bytes))
+        supervisor.send(CacheBytes(built.kv_cache_bytes))
     _tell_decisions(built, loading)
     # A full collection takes 0.2 s with torch and a model loaded, and every rank waits for it. Exclude all of this.
     gc.collect()

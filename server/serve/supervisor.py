@@ -32,7 +32,7 @@ from server.options.reading import environment_from, handed_on
 from server.options.table import Options
 from server.serve.child_messages import (
     Beat,
-    CacheSize,
+    CacheBytes,
     FromChild,
     FrontAddresses,
     Leaving,
@@ -393,7 +393,7 @@ class Supervisor:
                 self._on_front_addresses(message)
             case ServiceAddress(http):
                 self._http = http
-            case CacheSize(num_bytes):
+            case CacheBytes(num_bytes):
                 self._keep_cache(num_bytes)
             case Ready():
                 self._beat()

@@ -10,31 +10,18 @@ from typing import Any
 import httpx
 import pytest
 
-from expert_placement.placement import linear_placement
 from tests.server.front.test_front_recovery import BODIES, GATE, ask, metric, present, status
-from tests.support.service.front_process import TIMEOUT_S, FrontProcess
+from tests.support.service.front_process import TIMEOUT_S, FrontProcess, operated_front
 from tests.support.service.service_processes import wait_until
 
 ANSWER = "one two three four"
-KEY = {"Authorization": "Bearer sesame"}
 REFUSED = "The service is not ready: it sleeps (level 1); POST /wake_up wakes it."
 
 
 @pytest.fixture(scope="module")
 def front(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontProcess]:
-    """A running front with two ranks and an operator's key. Rank 0 has reported the placement."""
-    keys = tmp_path_factory.mktemp("keys") / "operators"
-    keys.write_text("sesame\n")
-    process = FrontProcess(model_dir, "--served-model-name=m", f"--operator-key-file={keys}")
-    process.headers = KEY
-    process.attach_all()
-    process.ranks[0].begin(linear_placement(2, 4, 2))
-    wait_until(
-        lambda: process.get("/experts/history").status_code == 200, lambda: "the placement is not known"
-    )
-    yield process
-    code, _ = process.close()
-    assert code == 0
+    with operated_front(model_dir, tmp_path_factory.mktemp("keys")) as process:
+        yield process
 
 
 @pytest.fixture(autouse=True)

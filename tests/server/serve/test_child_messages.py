@@ -6,7 +6,7 @@ import pytest
 
 from server.serve.child_messages import (
     Beat,
-    CacheSize,
+    CacheBytes,
     FromChild,
     FrontAddresses,
     Leaving,
@@ -22,7 +22,7 @@ from server.serve.child_messages import (
 MESSAGES: list[FromChild] = [
     FrontAddresses("http://127.0.0.1:8000", "127.0.0.1:9", "secret"),
     ServiceAddress("http://127.0.0.1:8000"),
-    CacheSize(1 << 40),
+    CacheBytes(1 << 40),
     Ready(),
     Beat(7),
     Leaving(),

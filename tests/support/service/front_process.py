@@ -9,17 +9,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import httpx
 from tokenizers import Tokenizer
 
+from expert_placement.placement import linear_placement
 from scheduler.policy.request import Request
 from tests.support.models.tiny_tokenizer import MAX_LEN
 from tests.support.requests import plain_http
 from tests.support.service.fake_rank import FakeRank, Script
+from tests.support.service.service_processes import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT_S = 60.0
@@ -161,3 +163,20 @@ class FrontProcess:
             self.process.kill()
             for rank in self.ranks:
                 rank.close()
+
+
+@contextlib.contextmanager
+def operated_front(model: Path, keys_folder: Path) -> Iterator[FrontProcess]:
+    """Run a front with two ranks and an operator's key, which its requests send. Rank 0 has reported the placement."""
+    keys = keys_folder / "operators"
+    keys.write_text("sesame\n")
+    process = FrontProcess(model, "--served-model-name=m", f"--operator-key-file={keys}")
+    process.headers = {"Authorization": "Bearer sesame"}
+    process.attach_all()
+    process.ranks[0].begin(linear_placement(2, 4, 2))
+    wait_until(
+        lambda: process.get("/experts/history").status_code == 200, lambda: "the placement is not known"
+    )
+    yield process
+    code, _ = process.close()
+    assert code == 0
