@@ -31,9 +31,8 @@ _MAGIC, _VERSION = b"WIDEEPPF", 1
 _MEANING = struct.Struct("<32s32sQQ")  # model and layout, software, bytes of a block, bytes of a state
 _HELLO = struct.Struct(f"<8sI{_MEANING.size}s32s")  # magic, version, meaning, nonce
 _REPLY = struct.Struct("<B32s")  # a number of _REFUSALS, nonce
-_REQUEST = struct.Struct(
-    f"<{KEY_BYTES}sQIIII"
-)  # root, generation, tokens, first block, end of the newest state, awaited blocks
+# root, generation, tokens, first block, end of the newest state, awaited blocks
+_REQUEST = struct.Struct(f"<{KEY_BYTES}sQIIII")
 _ANSWER = struct.Struct("<II")  # first block, end
 _RECORD = struct.Struct("<IQ")  # block of the prefix, STATE or END; checksum
 HEADER_BYTES = _RECORD.size

@@ -40,9 +40,8 @@ class FetchJob:
     generation: int = 0  # records of older generations must not be fetched; set by the tiers
     secret: bytes = b""  # of the keys; set by the tiers
     is_unwanted: bool = False  # the request has ended or waits no longer; set at any time
-    keys: set[bytes] = field(
-        default_factory=set
-    )  # result: of the blocks that were copied, also before the end
+    # Result: those of the blocks that were copied, also before the end.
+    keys: set[bytes] = field(default_factory=set)
 
 
 class PeerAddress(NamedTuple):

@@ -33,9 +33,8 @@ class Assignment(NamedTuple):
     """The ranks of a request."""
 
     rank: int
-    next_rank: int | None = (
-        None  # the rank that continues it, if the first one hands it over after the prompt
-    )
+    # The rank that continues it, if the first one hands it over after the prompt.
+    next_rank: int | None = None
 
 
 class ReleasedRequest(NamedTuple):
