@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from server.front.errors import ApiError
 from server.front.sleep_mode import CACHE_LEVEL, EXPERTS_LEVEL, TAGS, WEIGHTS, SleepMode, SleepWay
@@ -24,7 +24,7 @@ Timeout = Annotated[float, Query(ge=0, le=MAX_SLEEP_S, allow_inf_nan=False)]
 class MemoryForm(BaseModel):
     """Parts of the memory, in SGLang's format. None means all."""
 
-    tags: list[Tag | Literal["cuda_graph"]] | None = None
+    tags: list[Tag | Literal["cuda_graph"]] | None = Field(None, fail_fast=True)
 
     @property
     def parts(self) -> Collection[str]:
