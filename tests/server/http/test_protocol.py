@@ -41,15 +41,18 @@ async def answer_to_body(scope: Scope, receive: Receive, send: Send) -> None:
     await answer_at_once(scope, receive, send)
 
 
-def talk(with_server: Talk, app: Any = answer_at_once) -> bytes:
-    """Connect a client to a server, with a timeout."""
+def talk(
+    with_server: Talk, app: Any = answer_at_once, protocol: type[PunctualProtocol] | None = None
+) -> bytes:
+    """Connect a client to a server, with a timeout. The server is impatient by default."""
+    protocol = protocol or Impatient
 
     async def scenario() -> bytes:
-        config = uvicorn.Config(app, http=Impatient, lifespan="off", log_config=None, port=0)
+        config = uvicorn.Config(app, http=protocol, lifespan="off", log_config=None, port=0)
         config.load()
         state = uvicorn.server.ServerState()
         loop = asyncio.get_running_loop()
-        server = await loop.create_server(lambda: Impatient(config, state, {}), "127.0.0.1", 0)
+        server = await loop.create_server(lambda: protocol(config, state, {}), "127.0.0.1", 0)
         async with server, asyncio.timeout(TIMEOUT_S):
             reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
             try:
@@ -175,7 +178,7 @@ def test_a_head_that_is_too_long_is_a_431(name: bytes) -> None:
         return await hearing
 
     assert MAX_HEAD_BYTES < 64 << 14
-    assert talk(client).startswith(b"HTTP/1.1 431 ")
+    assert talk(client, protocol=PunctualProtocol).startswith(b"HTTP/1.1 431 ")
 
 
 @pytest.mark.parametrize(("num_bytes", "status"), [(65_000, b"200"), (66_000, b"431"), (70_000, b"431")])
