@@ -4,6 +4,9 @@ One process computes nothing: it saves random blocks to host memory. Then they a
 fetched by a process with its own host memory, over loopback and over a pair of virtual interfaces between two network
 namespaces (root only). Fetched blocks are loaded too, as a request does it. Bytes are compared before times are taken.
 
+How much of a hand-over is not hidden behind the prompt? The saving rank gets the blocks in chunks, as its steps compute them, and
+the other rank loads each block when it is there. What is left after the last chunk is not hidden.
+
 Expected bound: through host memory, each block is copied and summed twice. Over a socket, it is read, summed, sent, received, summed
 and written; on one machine both ends share its cores and its memory.
 
@@ -23,7 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -46,7 +49,10 @@ _PATIENCE_S = 60.0
 class TransferEnd:
     """A cache with host memory, as a rank has it."""
 
-    def __init__(self, args: argparse.Namespace, host: str, seed: int) -> None:
+    def __init__(
+        self, args: argparse.Namespace, host: str, seed: int, *, shared: "TransferEnd | None" = None
+    ) -> None:
+        """`shared`: a rank of the same node. Both use its host memory."""
         shape = LayerShape(num_kv_heads=_HEADS, key_dim=_DIM, value_dim=_DIM)
         self.cache = PagedCache([shape] * args.layers, args.blocks)
         generator = torch.Generator().manual_seed(seed)
@@ -55,13 +61,16 @@ class TransferEnd:
                 part.copy_(torch.rand(part.shape, generator=generator))
         self.record_bytes = CacheUnit(block_parts(self.cache)).num_bytes
         self.tokens = list(range(args.blocks * BLOCK_TOKENS))
-        self._host = host
+        self._host, self._shared = host, shared
         self._open()
 
     def _open(self) -> None:
         layout = RecordLayout(bytes(32), bytes(32), self.record_bytes)
         size = file_bytes(2 * self.cache.num_blocks, self.record_bytes)
-        self._tier = open_host(Kinds(layout, None), size, store=None, host="", secret=None)
+        if self._shared is None:
+            self._tier = open_host(Kinds(layout, None), size, store=None, host="", secret=None)
+        else:
+            self._tier = self._shared._tier
         self.tiers = Tiers([self._tier], lambda: Units(CacheUnit(block_parts(self.cache)), CacheUnit([])))
         self.peers = Peers(
             self.tiers, self._tier, PeerNetwork(self._host, _SECRET),
@@ -72,7 +81,8 @@ class TransferEnd:
     def close(self) -> None:
         """Free the host memory, with all records."""
         self.tiers.close()
-        self._tier.blocks.close()
+        if self._shared is None:
+            self._tier.blocks.close()
 
     def renew(self) -> None:
         """Continue with an empty host memory."""
@@ -121,6 +131,62 @@ class TransferEnd:
         return seconds
 
 
+class HandOver(NamedTuple):
+    """One hand-over through the host memory of a node."""
+
+    total_s: float  # of all copies
+    left_s: float  # from the last chunk to the last loaded block
+
+
+def hand_over(args: argparse.Namespace, *, follows: bool) -> HandOver:
+    """Save all blocks in chunks, with the pause of a step before each, and load them into another rank's cache.
+
+    Args:
+        follows: Load each block when it is there. Otherwise load all of them after the last chunk.
+    """
+    first = TransferEnd(args, "127.0.0.1", seed=1)
+    second = TransferEnd(args, "127.0.0.1", seed=2, shared=first)
+    try:
+        keys, load = first.keys(), LoadJob(second.keys(), list(range(args.blocks)))
+        if follows:
+            load.until_s = time.monotonic() + _PATIENCE_S
+            second.tiers.load(load)
+        for begin in range(0, args.blocks, args.chunk_blocks):
+            time.sleep(args.step_ms / 1000)
+            chunk_s = time.perf_counter()
+            for number in range(begin, min(args.blocks, begin + args.chunk_blocks)):
+                first.tiers.save(SaveJob(number, keys[number]))
+        if not follows:
+            while not first.tiers.has(keys[-1]):
+                time.sleep(1e-4)
+            second.tiers.load(load)
+        while load not in second.tiers.finished():
+            time.sleep(1e-4)
+        left_s = time.perf_counter() - chunk_s
+        if load.num_loaded != args.blocks:
+            raise RuntimeError(f"only {load.num_loaded} blocks were handed over")
+        return HandOver(first.tiers.figures.store_s + second.tiers.figures.load_s, left_s)
+    finally:
+        second.close()
+        first.close()
+
+
+def measure_hand_overs(args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Print and return what is left of a hand-over after the prompt, with and without loading ahead."""
+    found = {}
+    for name, follows in (("load afterwards", False), ("load as blocks are saved", True)):
+        runs = [hand_over(args, follows=follows) for _ in range(args.rounds + 1)][1:]
+        total_s, left_s = (statistics.median(values) for values in zip(*runs, strict=True))
+        share = left_s / total_s
+        found[name] = {"total_s": round(total_s, 4), "left_s": round(left_s, 4), "share": round(share, 3)}
+        print(
+            f"hand over in chunks of {args.chunk_blocks}: {name:26} {1e3 * left_s:7.1f} ms left of "
+            f"{1e3 * total_s:.1f} ms of copies, {share:.0%}",
+            flush=True,
+        )
+    return found
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print a table and one JSON line; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.transfer", allow_abbrev=False)
@@ -130,6 +196,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--save", action="store_true", help="write benchmarks/results/transfer-<date>-<cpu>.json"
     )
+    parser.add_argument("--chunk-blocks", type=int, default=32, help="of a step (default: %(default)s)")
+    parser.add_argument("--step-ms", type=float, default=200.0, help="of a chunk (default: %(default)s)")
     parser.add_argument("--serve", metavar="HOST", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     if args.serve:
@@ -137,6 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     card = environment_card()
     print_card(card)
     result: dict[str, Any] = {"benchmark": "transfer", "environment": card, "options": vars(args)}
+    result["hand_overs"] = measure_hand_overs(args)
     result["ways"] = measure(args)
     print_tail(result)
     if args.save:

@@ -32,6 +32,7 @@ from scheduler.epochs.orders import OnFault, OnRegrouped, Order
 from scheduler.moves.relocation import Relocation
 from scheduler.policy.batch import StepBatch
 from scheduler.policy.request import (
+    Expected,
     FinishReason,
     ForgetPrefixes,
     RankStats,
@@ -50,8 +51,9 @@ from scheduler.step.runner import Runner
 from scheduler.structure.compiler import StructureCompiler, Structured
 
 OnStep = Callable[[list[RequestOutput], RankStats], None]
-# A request to serve, one that ended before it was served, an id to abort, a withdrawal, or an order to drop prefixes.
-Arrival = Request | Structured | RequestOutput | str | Withdraw | ForgetPrefixes
+# A request to serve, one that ended before it was served, an id to abort, a withdrawal, a request to expect, or an order to drop
+# prefixes.
+Arrival = Request | Structured | RequestOutput | str | Withdraw | Expected | ForgetPrefixes
 
 
 class _Serving(NamedTuple):
@@ -163,6 +165,10 @@ class Engine:
             self._deliver(RequestOutput(request_id=request_id, token_ids=[], is_returned=True))
         else:
             self._deliver(Withdraw(request_id, even_if_begun))
+
+    def expect(self, expected: Expected) -> None:
+        """Load the blocks of a request while another rank of this host computes them, or give them back."""
+        self._deliver(expected)
 
     def forget_prefixes(self, generation: int) -> None:
         """Hide the present prefix cache from requests that are submitted from now on. `generation`: see `ForgetPrefixes`."""
@@ -497,6 +503,8 @@ class Engine:
                 outputs.append(item)
             elif isinstance(item, ForgetPrefixes):
                 self._scheduler.forget_prefixes(item.generation)
+            elif isinstance(item, Expected):
+                self._scheduler.expect(item, self._clock())
             elif (output := self._answer(item)) is not None:
                 outputs.append(output)
         return outputs

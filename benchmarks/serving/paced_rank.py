@@ -26,7 +26,17 @@ from scheduler.policy.request import (
     RequestOutput,
     Withdraw,
 )
-from server.link.messages import Abort, MemorySwitched, Prepare, RankFacts, StepOutput, Stop, Submit, ToRank
+from server.link.messages import (
+    Abort,
+    MemorySwitched,
+    Prepare,
+    RankFacts,
+    Served,
+    StepOutput,
+    Stop,
+    Submit,
+    ToRank,
+)
 from server.link.rank_link import FrontLost, RankLink
 from server.machine.parent_death import die_with_parent
 
@@ -67,6 +77,7 @@ class PacedRank:
         *,
         max_model_len: int,
         num_restarts: int = 0,
+        loaded: Served | None = None,
         step_s: float = 0.0,
         most_tokens: int | None = None,
         max_num_seqs: int = 1 << 12,
@@ -77,6 +88,7 @@ class PacedRank:
 
         Args:
             num_restarts: Number of restarts of this rank.
+            loaded: The placement with which it was restarted, or joins.
             step_s: Shortest time between the starts of two steps.
             most_tokens: End answers with a stop after this number of tokens; by default only max_tokens ends them.
             max_num_seqs: Number of concurrent requests that the rank reports. It runs all requests it gets.
@@ -100,6 +112,7 @@ class PacedRank:
             max_num_batched_tokens=1 << 12,
             device="cpu",
             num_restarts=num_restarts,
+            loaded=loaded,
         )
         self.link = RankLink(address, token, facts, self.receive)
         self._on_prepare = on_prepare

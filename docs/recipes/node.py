@@ -7,7 +7,8 @@
 `start` becomes a torchrun. The first start of a service is a rendezvous of all nodes, in any order. A node that restarts while
 the service runs must join it instead (docs/nodes.md), because a rendezvous would restart the other nodes. So every node except
 node 0 first checks whether the service answers. Docker, Kubernetes, systemd and you can therefore use one command for starts and
-restarts. `health` exits with status 0 if /health answers with 200. docs/deploy.md lists the variables.
+restarts. With ROLES, each node is a pool with a separate torchrun: node 0 begins the service, and the others join it at every
+start. `health` exits with status 0 if /health answers with 200. docs/deploy.md lists the variables.
 """
 
 import http.client
@@ -53,17 +54,35 @@ def torchrun(words: Sequence[str], environment: Mapping[str, str]) -> list[str]:
     worker += ["--shutdown-timeout-seconds", str(drain_s), *cluster_key(environment)]
     start = ["torchrun", "--nproc-per-node", str(number(environment, "RANKS_PER_NODE", 1))]
     start += ["--shutdown-timeout", str(drain_s + KILL_MARGIN_S), "--rdzv-backend", "wideep"]
-    if rank > 0 and joins(environment, endpoint):
+    pool = own_pool(environment, nodes, rank)
+    worker += pool
+    if rank > 0 and joins(environment, endpoint, is_pool=bool(pool)):
         # A torchrun of one node connects to itself. If its host's name does not resolve, it would wait for minutes.
         start += ["--nnodes", "1", "--rdzv-endpoint", "localhost:0", "--local-addr", "localhost"]
         return [*start, *worker, "--join", endpoint]
-    say(f"node {rank} of {nodes}; the service starts when all {nodes} nodes have reached {endpoint}")
+    if pool:
+        nodes = 1
+        say(f"the service starts with the pool of node 0; the other nodes join at {endpoint}")
+    else:
+        say(f"node {rank} of {nodes}; the service starts when all {nodes} nodes have reached {endpoint}")
     start += ["--nnodes", str(nodes), "--rdzv-endpoint", endpoint, "--rdzv-conf", f"is_host={int(rank == 0)}"]
     return [*start, "--local-addr", environment.get("LOCAL_ADDRESS") or own_address(head, rank), *worker]
 
 
-def joins(environment: Mapping[str, str], endpoint: str) -> bool:
-    """Wait for node 0. Returns whether the service already runs."""
+def own_pool(environment: Mapping[str, str], nodes: int, rank: int) -> list[str]:
+    """Return the flags for the pool of this node; none without ROLES."""
+    roles = (environment.get("ROLES") or "").split()
+    if not roles:
+        return []
+    if len(roles) != nodes:
+        raise SystemExit(
+            f"wideep-node: ROLES has {len(roles)} roles, but NODES is {nodes}; give each node one"
+        )
+    return ["--pool", f"{roles[rank]}-{rank}", "--role", roles[rank]]
+
+
+def joins(environment: Mapping[str, str], endpoint: str, *, is_pool: bool) -> bool:
+    """Wait for node 0. Returns whether this node joins: the service already runs, or the node is a pool."""
     host, _, port = endpoint.rpartition(":")
     until_s, said_s = time.monotonic() + WAIT_S, -SAY_EVERY_S
     while (why := why_closed(host, int(port))) is not None:
@@ -73,6 +92,8 @@ def joins(environment: Mapping[str, str], endpoint: str) -> bool:
             say(f"node 0 is missing: nothing answers at {endpoint} ({why}); waiting for it")
             said_s = time.monotonic()
         time.sleep(PAUSE_S)
+    if is_pool:
+        return True
     for ask in range(ASKS):
         if ask:
             time.sleep(PAUSE_S)

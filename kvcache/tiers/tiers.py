@@ -1,8 +1,9 @@
 """The tiers below a rank's pages: host memory, then a disk. Copies blocks and states to them and back.
 
 A block is copied when it is full, long before it is evicted, so a step never waits for a copy, and a killed rank leaves what
-it had computed. Both copies happen in threads: one loads, one saves. The step loop gives them jobs and takes them back when
-they are done (`scheduler.policy.tier_tables`); until then the job's blocks belong to the thread.
+it had computed. All copies happen in threads: one loads, one saves, and one loads blocks as another rank saves them. The step
+loop gives them jobs and takes them back when they are done (`scheduler.policy.tier_tables`); until then the job's blocks belong
+to the thread.
 
 A tier can only save time. A record that its checksum does not confirm is computed again. If a tier's file fails (a full or
 read-only disk), the tier is left out from then on, with one message, and the service goes on.
@@ -25,6 +26,7 @@ from kvcache.unit import Unit
 
 log = logging.getLogger(__name__)
 COUNT_EVERY_S = 5.0  # how often the records of the tiers are counted
+_FOLLOW_S = 0.002  # between two looks for a block that another rank is saving
 
 
 class Tier(NamedTuple):
@@ -100,6 +102,10 @@ class Tiers:
             Thread(target=self._work, args=(jobs, make_units, enter_thread), name=name, daemon=True)
             for jobs, name in zip(self._jobs, ("kv-load", "kv-save"), strict=True)
         ]
+        self._following: SimpleQueue[LoadJob | None] = SimpleQueue()
+        self._follower = Thread(  # only ranks that expect requests need it
+            target=self._follow, args=(make_units, enter_thread), name="kv-follow", daemon=True
+        )
         for thread in self._threads:
             thread.start()
 
@@ -132,7 +138,13 @@ class Tiers:
 
     def load(self, load: LoadJob) -> None:
         """Fill blocks and a state slot, which nothing else may read or write until `finished` returns the job."""
-        self._jobs[0].put(load)
+        if load.until_s:
+            if self._follower not in self._threads:
+                self._threads.append(self._follower)
+                self._follower.start()
+            self._following.put(load)
+        else:
+            self._jobs[0].put(load)
 
     @property
     def has_peers(self) -> bool:
@@ -195,6 +207,7 @@ class Tiers:
             self.peers.close()
         for jobs in self._jobs:
             jobs.put(None)
+        self._following.put(None)
         for thread in self._threads:
             thread.join(timeout=5)
 
@@ -221,6 +234,45 @@ class Tiers:
             if jobs.empty():
                 self._count_records()
                 self.on_idle()
+
+    def _follow(self, make_units: Callable[[], Units], enter_thread: Callable[[], None]) -> None:
+        """Load blocks as other ranks save them."""
+        enter_thread()
+        units = make_units()
+        open_jobs: list[LoadJob] = []
+        while True:
+            while not open_jobs or not self._following.empty():
+                if (job := self._following.get()) is None:
+                    return
+                open_jobs.append(job)
+            is_still = True
+            for job in list(open_jobs):
+                begun_s, num_before = time.perf_counter(), job.num_loaded
+                is_open = self._load_next(job, units)
+                if job.num_loaded > num_before:
+                    is_still = False
+                    self.note(load_s=time.perf_counter() - begun_s)
+                if not is_open:
+                    open_jobs.remove(job)
+                    self._done.append(job)
+                    self.on_idle()
+            if is_still:
+                time.sleep(_FOLLOW_S)
+
+    def _load_next(self, load: LoadJob, units: Units) -> bool:
+        """Fill the blocks that are there by now. Returns whether the job goes on."""
+        try:
+            while load.num_loaded < len(load.keys) and self.has(load.keys[load.num_loaded]):
+                at = load.num_loaded
+                source = self._read(load.keys[at], load.block_ids[at], units, is_state=False)
+                if source is None:  # damaged, or gone
+                    return False
+                load.sources.append(source)
+                load.num_loaded += 1
+        except Exception:  # the thread goes on, as in `_work`
+            log.exception("A KV block was not copied. It is computed again when it is needed")
+            return False
+        return load.num_loaded < len(load.keys) and time.monotonic() < load.until_s
 
     def _load(self, load: LoadJob, units: Units) -> None:
         """Fill blocks until one is missing. Blocks without the state that belongs to them are of no use."""

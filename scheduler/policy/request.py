@@ -156,6 +156,13 @@ class Withdraw(NamedTuple):
     even_if_begun: bool = False
 
 
+class Expected(NamedTuple):
+    """A request that another rank of this host will hand over: its blocks may be loaded while that rank computes them."""
+
+    request_id: str
+    request: Request | None  # None: it is handed over no more, or to another rank
+
+
 class ForgetPrefixes(NamedTuple):
     """Hide cached prefixes computed before this from requests that arrive after it."""
 

@@ -15,7 +15,7 @@ from kvcache.states import StatePool
 from kvcache.tiers.figures import TierFigures
 from scheduler.policy.batch import Scheduled, StepBatch
 from scheduler.policy.limits import check_limits, why_unservable
-from scheduler.policy.request import FinishReason, Logprobs, Request, RequestOutput
+from scheduler.policy.request import Expected, FinishReason, Logprobs, Request, RequestOutput
 from scheduler.policy.roster import Roster
 from scheduler.policy.sequence import Sequence, SequenceStatus, StructureMatcher
 from scheduler.policy.tables import BlockTables
@@ -234,10 +234,21 @@ class Scheduler:
             self._refused.append(_end_of(request.request_id, reason, error or ""))
             return
         self._roster.enqueue(sequence)
+        if self._tables.tiers is not None:
+            self._tables.tiers.note_arrival(request.request_id)
         if request.prefix_at:
             self._remote.append(sequence)
         if request.deadline_s is not None:
             heapq.heappush(self._deadlines, (request.deadline_s, request.request_id))
+
+    def expect(self, expected: Expected, now_s: float) -> None:
+        """Begin to load the blocks of a request that another rank will hand over, or give them back."""
+        if expected.request is not None:
+            sequence = Sequence.from_request(expected.request, None)
+            self._note_length(sequence)
+            self._tables.expect(sequence, now_s)
+        elif self._tables.tiers is not None:
+            self._tables.tiers.expect_no_more(expected.request_id)
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request, even if a batch holds it. Returns None if it is unknown or has ended."""
@@ -479,6 +490,7 @@ class Scheduler:
             if self._waits_for_tier(sequence, now_s):
                 continue
             if not self._tables.seat(sequence, len(running)):
+                self._tables.give_way()
                 break
             self._roster.admit(sequence)
             if sequence.num_admissions == 1:
@@ -534,6 +546,7 @@ class Scheduler:
     def _make_room(self, sequence: Sequence) -> bool:
         """Preempt the least urgent until a decode has its block. Returns False if the decode must wait."""
         while self._tables.num_plannable(sequence) == 0:
+            self._tables.give_way()
             if self._tables.leaving:  # the next commit frees blocks
                 return False
             latest = self._roster.preempt()

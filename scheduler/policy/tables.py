@@ -63,6 +63,16 @@ class BlockTables:
         if self.tiers is not None:
             self.tiers.fetch(sequence, _num_shareable(sequence), now_s)
 
+    def expect(self, sequence: Sequence, now_s: float) -> None:
+        """Begin to load the blocks of a request that another rank will hand over."""
+        if self.tiers is not None and self._enable_prefix_caching:
+            self.tiers.expect(sequence, _num_shareable(sequence), now_s)
+
+    def give_way(self) -> None:
+        """Give back the blocks that are kept for requests of other ranks."""
+        if self.tiers is not None:
+            self.tiers.give_way()
+
     def forget_prefixes(self, generation: int) -> None:
         """Hide all cached prefixes. Those in tiers are hidden if their generation is older than this one."""
         self._pool.forget_prefixes(None if self.tiers is None else self.tiers.forget(generation))

@@ -14,6 +14,9 @@ The fetched blocks are in host memory when the request is looked up.
 
 If another rank hands a request over, its last blocks may still be on their way to the tiers. The request waits for them before it
 is looked up, at most `MOST_AWAIT_S`. On another node, the server of that node waits for them.
+
+A rank that expects a request loads its blocks while the other rank computes them, so that only those of the last chunk are left
+when it arrives. It takes blocks for this only while it has twice as many free, and gives them back if the request does not come.
 """
 
 from collections import Counter
@@ -27,6 +30,8 @@ from scheduler.policy.sequence import Sequence, SequenceStatus
 
 MOST_LOAD_S = 3.0  # also of a fetch
 MOST_AWAIT_S = 0.5
+MOST_EXPECT_S = 60.0  # for a prompt on another rank
+_NOW_S = 1e-9  # a time that is over: a load that waited until then waits no more
 SHARE_OF_SAVES = 4  # saves hold at most a fourth of the blocks, or of the slots
 
 
@@ -91,6 +96,8 @@ class TierTables:
         self._loads: dict[LoadJob, _Loading] = {}
         self._fetches: dict[FetchJob, _Fetching] = {}
         self._awaited: dict[Sequence, _Awaited] = {}
+        self._expected: dict[str, LoadJob] = {}  # by id of a request that has not begun here
+        self._arrived: list[LoadJob] = []  # of requests that came since the last `collect`
         self._saved_states: set[bytes] = set()  # keys of states with open saves
         self._num_saves = {False: 0, True: 0}  # open ones: of blocks, and of states
         self._most_saves = {
@@ -181,6 +188,8 @@ class TierTables:
             return True
         if sequence.num_looked == sequence.num_admissions + 1:
             return False
+        if self._expected and self._joins_expected(sequence, now_s):
+            return True
         pool, token_ids, root = self._pool, sequence.token_ids, sequence.root_key
         if pool.blocks_for(len(token_ids)) + num_spare > pool.num_free:
             return False  # it cannot start yet; it is looked up when it can
@@ -207,6 +216,56 @@ class TierTables:
         )  # fmt: skip
         sequence.is_loading = True
         self._tiers.load(load)
+        return True
+
+    def expect(self, sequence: Sequence, num_shareable: int, now_s: float) -> None:
+        """Begin to load the blocks of a request that another rank runs and will hand over.
+
+        Args:
+            num_shareable: As for `look`.
+        """
+        pool, token_ids, root = self._pool, sequence.token_ids, sequence.root_key
+        size, num_blocks = pool.block_tokens, num_shareable // pool.block_tokens
+        matched = pool.match(token_ids[:num_shareable], root)
+        num_loads = num_blocks - len(matched)
+        if num_loads <= 0 or 2 * num_loads > pool.num_free or sequence.request.request_id in self._expected:
+            return
+        pool.share(matched)
+        keys = pool.keys_of(token_ids[: num_blocks * size], root)[len(matched) :]
+        load = LoadJob(keys, pool.acquire(num_loads), until_s=now_s + MOST_EXPECT_S)
+        self._expected[sequence.request.request_id] = load
+        self._loads[load] = _Loading(
+            sequence, sequence.num_admissions, matched, root, token_ids[len(matched) * size : num_blocks * size],
+            load.until_s, self._tiers.secret,
+        )  # fmt: skip
+        self._tiers.load(load)
+
+    def expect_no_more(self, request_id: str) -> None:
+        """Give back the blocks of a request that is not handed over to this rank."""
+        load = self._expected.pop(request_id, None)
+        if load is not None:
+            load.until_s = _NOW_S
+
+    def note_arrival(self, request_id: str) -> None:
+        """Bound the time of what loads for a request that has come: its other rank saves nothing more."""
+        if (load := self._expected.get(request_id)) is not None:
+            self._arrived.append(load)
+
+    def give_way(self) -> None:
+        """Give back the blocks of all expected requests, because one that has come needs them."""
+        for load in self._expected.values():
+            load.until_s = _NOW_S
+
+    def _joins_expected(self, sequence: Sequence, now_s: float) -> bool:
+        """Let a request that was expected wait for the rest of its blocks. Returns whether it waits."""
+        load = self._expected.pop(sequence.request.request_id, None)
+        if load is None or load not in self._loads:
+            return False
+        load.until_s = min(load.until_s, now_s + MOST_AWAIT_S)
+        self._loads[load] = self._loads[load]._replace(
+            sequence=sequence, num_admissions=sequence.num_admissions, until_s=load.until_s
+        )
+        sequence.is_loading = True
         return True
 
     def _awaits(self, sequence: Sequence, num_blocks: int, now_s: float) -> bool:
@@ -246,6 +305,9 @@ class TierTables:
 
     def collect(self, now_s: float) -> None:
         """Take back the jobs that ended, and stop waiting for those that take too long."""
+        while self._arrived:
+            load = self._arrived.pop()
+            load.until_s = min(load.until_s, now_s + MOST_AWAIT_S)
         for job in self._tiers.finished():
             if isinstance(job, SaveJob):
                 self._num_saves[job.is_state] -= 1
@@ -273,6 +335,9 @@ class TierTables:
     def _end_load(self, load: LoadJob, loading: _Loading) -> None:
         """Publish what was loaded, and release everything."""
         pool, states, size = self._pool, self._states, self._pool.block_tokens
+        request_id = loading.sequence.request.request_id
+        if self._expected.get(request_id) is load:
+            del self._expected[request_id]
         is_valid = loading.secret == self._tiers.secret  # otherwise all prefixes were forgotten meanwhile
         num_loaded = load.num_loaded if is_valid else 0
         parent = loading.matched[-1] if loading.matched else None
@@ -284,7 +349,8 @@ class TierTables:
             if is_valid and load.has_state and num_loaded == len(load.block_ids):
                 assert load.state_key is not None, "a state has a key"
                 states.publish(load.slot, load.state_key)
-            states.give(load.slot)
+            if load.state_key is not None:
+                states.give(load.slot)
         sequence = loading.sequence
         if sequence.is_loading and loading.num_admissions == 0:
             fetched = sequence.fetch.keys if sequence.fetch else ()

@@ -41,8 +41,8 @@ def _lines(status: Mapping[str, Any]) -> Iterator[str]:
         ranks = each["ranks"]
         numbers = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
         yield (
-            f"pool {each['pool']} ({numbers}): {each['phase']}, {len(each['members'])} of {len(ranks)} serve, epoch "
-            f"{each['epoch']}"
+            f"pool {each['pool']} ({each['role']}, {numbers}): {each['phase']}, {len(each['members'])} of {len(ranks)} serve, "
+            f"epoch {each['epoch']}"
         )
     for each in status["missing"]:
         yield f"rank {each['rank']} is missing for {each['seconds']:.0f} s: {each['reason']}"

@@ -42,10 +42,13 @@ class _Known(NamedTuple):
 class ExpertsMetrics(Collector):  # type: ignore[misc]
     """Exports the `ExpertsLoad` of each pool. Metrics of pools have the label `pool` if there are several."""
 
-    def __init__(self, pools: Mapping[str, ExpertsLoad], model_name: str) -> None:
-        """Args: pools are the loads, by the pools' names."""
-        self._pools, self._model_name = pools, model_name
-        self._labels = ("model_name", "pool") if len(pools) > 1 else ("model_name",)
+    def __init__(self, pools: Mapping[str, ExpertsLoad], model_name: str, *, are_named: bool = False) -> None:
+        """Args: pools are the loads, by the pools' names; there may be more later. are_named adds the label also to a single one."""
+        self._pools, self._model_name, self._are_named = pools, model_name, are_named
+
+    @property
+    def _labels(self) -> tuple[str, ...]:
+        return ("model_name", "pool") if self._are_named or len(self._pools) > 1 else ("model_name",)
 
     def describe(self) -> list[Metric]:
         """Return no families: registering must not compute them."""

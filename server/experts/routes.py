@@ -52,7 +52,7 @@ def expert_load_routes(
     router = new_router()
     writing = asyncio.Lock()  # a dump starts a process that imports torch
     writer = ThreadPoolExecutor(1, "record-writer")
-    answers = {name: _Answers(load) for name, load in loads.items()}
+    answers: dict[int, _Answers] = {}  # by the first rank of each pool; pools may join
 
     async def settle(load: ExpertsLoad) -> None:
         """Wait for the reports of a pool's ranks up to their present steps."""
@@ -60,8 +60,10 @@ def expert_load_routes(
 
     async def show_load(pool: str | None = None) -> Response:
         """Return the load in the window as JSON."""
-        _known(of_pool(loads, pool))
-        return Response(await of_pool(answers, pool).get(), media_type="application/json")
+        load = of_pool(loads, pool)
+        _known(load)
+        kept = answers.setdefault(load.first_rank, _Answers(load))
+        return Response(await kept.get(), media_type="application/json")
 
     async def show_record(pool: str | None = None) -> Response:
         """Return the record so far as .npz."""

@@ -111,6 +111,7 @@ class Generation:
         self.num_moves = 0  # number of times that a rank released it, except draining ranks
         self.is_resuming = False  # whether it has tokens and waits for the first one after a move
         self.is_handed_over = False  # whether that move was a hand-over
+        self.expected_at: int | None = None  # the rank that loads its blocks while another one computes them
         self.num_tokens = 0
         self.num_draft_tokens = self.num_accepted_tokens = 0
         self.num_cached_tokens = 0

@@ -95,9 +95,14 @@ class Leader:
         self._entered = set()
         self._set_timer()
 
+    def gather(self) -> None:
+        """Lead a pool that joins a running service. Its ranks get requests when they have met."""
+        self.epochs.gather(self._clock())
+        self._entered = set()
+
     def attach(self, rank: int, *, epoch: int = 0) -> None:
         """Attach a rank that is ready; `epoch` is the newest one that it was ordered to."""
-        if self.epochs.phase is not Phase.STARTING:
+        if self.epochs.phase is not Phase.STARTING and not self.epochs.is_gathering:
             _LOG.warning("rank %d%s is back", rank, self._of_pool)
             absence = self.epochs.missing.get(rank)
             away_s = None if absence is None else self._clock() - absence.since_s

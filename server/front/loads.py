@@ -121,6 +121,30 @@ class RankLoads:
         self._prefixes = PrefixMemory()
 
     @property
+    def num_ranks(self) -> int:
+        """The number of ranks, of which some may be away."""
+        return len(self._is_available)
+
+    def grow(self, num_ranks: int) -> None:
+        """Count this many ranks from now on. The new ones are away until they enter."""
+        added = num_ranks - self.num_ranks
+        self._outstanding, self._num_admitted, self._num_open, self._num_coming = (
+            np.concatenate((counts, np.zeros(added, dtype=np.int64)))
+            for counts in (self._outstanding, self._num_admitted, self._num_open, self._num_coming)
+        )
+        self._seats = np.concatenate((self._seats, np.full(added, _MANY_SEATS)))
+        self._step_tokens = np.concatenate((self._step_tokens, np.full(added, USUAL_STEP_TOKENS)))
+        self._is_available, self._is_draining = (
+            np.concatenate((flags, np.zeros(added, dtype=bool)))
+            for flags in (self._is_available, self._is_draining)
+        )
+        self._runs_prompts, self._runs_decodes = (
+            np.concatenate((flags, np.ones(added, dtype=bool)))
+            for flags in (self._runs_prompts, self._runs_decodes)
+        )
+        self._hosts += [""] * added
+
+    @property
     def outstanding_tokens(self) -> tuple[int, ...]:
         """Tokens that each rank still has to run, according to the front."""
         return tuple(self._outstanding.tolist())

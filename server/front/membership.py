@@ -105,6 +105,7 @@ class Epochs:
         self._waiting_s = 0.0  # start of the WAITING phase
         self._ended_by_faults: deque[float] = deque(maxlen=MAX_FAULTS)  # times when faults ended epochs
         self._resumed_until_s: float | None = None  # set while ranks return to a restarted front
+        self.is_gathering = False  # whether the pool is new to a running service, and has not met yet
 
     @property
     def settled(self) -> frozenset[int]:
@@ -123,8 +124,8 @@ class Epochs:
 
     @property
     def is_resuming(self) -> bool:
-        """Whether ranks are returning to a restarted front."""
-        return self._resumed_until_s is not None
+        """Whether the first order is still to come: ranks return to a restarted front, or those of a new pool join."""
+        return self._resumed_until_s is not None or self.is_gathering
 
     @property
     def is_whole(self) -> bool:
@@ -134,6 +135,12 @@ class Epochs:
     def resume(self, now_s: float) -> None:
         """Take over from an earlier front. The ranks return, and meet when all are back or the time is up."""
         self._resumed_until_s = now_s + RETURN_S
+
+    def gather(self, now_s: float) -> None:
+        """Wait until all ranks of a pool that joins a running service have attached. They meet by an order."""
+        self.is_gathering = True
+        self.phase, self._waiting_s = Phase.WAITING, now_s
+        self.missing = {rank: Absence("it has not joined yet", now_s) for rank in self.ranks}
 
     def attach(self, rank: int, now_s: float, *, epoch: int = 0) -> Effects:
         """Attach a rank that is ready to serve.
@@ -145,6 +152,9 @@ class Epochs:
         self.number = max(self.number, epoch)
         if self._resumed_until_s is not None:
             self._resumed_until_s = min(self._resumed_until_s, now_s + FOLLOW_S)
+            return self._order(now_s) if len(self._attached) == self.num_ranks else _NOTHING
+        if self.is_gathering:
+            self.missing.pop(rank, None)
             return self._order(now_s) if len(self._attached) == self.num_ranks else _NOTHING
         if self.phase is not Phase.STARTING:
             self.missing.pop(rank, None)
@@ -166,6 +176,8 @@ class Epochs:
         if self.phase is Phase.STARTING:
             return Effects(failure=f"rank {rank} is lost: {reason}")
         self.missing[rank] = Absence(reason, now_s)
+        if self.is_gathering:
+            return _NOTHING
         self._faults.pop(rank, None)
         if self._attached and not any(fault.is_final for fault in self._faults.values()):
             return self._order(now_s)
@@ -227,6 +239,8 @@ class Epochs:
         """Return the time of the next `tick`, or None if no timeout runs."""
         if self._resumed_until_s is not None:
             return self._resumed_until_s
+        if self.is_gathering:
+            return None
         if self.phase is Phase.WAITING:
             return self._waiting_s + self._recovery_timeout_s
         if self.phase is not Phase.REGROUPING:
@@ -248,7 +262,7 @@ class Epochs:
         """Begin the next epoch with all attached ranks. A retry does not extend the time limits."""
         if not is_retry:
             self._silent.clear()
-        self._resumed_until_s = None
+        self._resumed_until_s, self.is_gathering = None, False
         self.number += 1
         self.members = tuple(sorted(self._attached))
         self.phase = Phase.REGROUPING

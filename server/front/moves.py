@@ -50,12 +50,11 @@ class Moves:
         ranks: RankMessages,
         journal: Journal,
         *,
-        num_ranks: int,
         events: EventLog | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._router, self._ranks, self._journal = router, ranks, journal
-        self._num_ranks, self._events, self._clock = num_ranks, events or EventLog(), clock
+        self._events, self._clock = events or EventLog(), clock
         self._begun_s: dict[int, float] = {}  # by draining rank
         self._is_noted: set[int] = set()  # draining ranks with a noted end
         self._looked_s = -math.inf  # time of the last search
@@ -114,10 +113,9 @@ class Moves:
             self._events.note("undrained", f"rank {rank} takes requests again", rank=rank)
 
     def _check(self, rank: int) -> None:
-        if not 0 <= rank < self._num_ranks:
-            raise bad_request(
-                f"Rank {rank} does not exist; the ranks are 0 to {self._num_ranks - 1}.", "rank"
-            )
+        num_ranks = self._router.num_ranks
+        if not 0 <= rank < num_ranks:
+            raise bad_request(f"Rank {rank} does not exist; the ranks are 0 to {num_ranks - 1}.", "rank")
 
     async def wait(self, rank: int, timeout_s: float) -> None:
         """Wait until a draining rank has no requests, its drain has ended, or the time is up."""

@@ -111,14 +111,23 @@ class PoolRoles:
         self._pools = {pool.name: pool for pool in pools}
         self._roles: dict[str, Role] = {}
         self._router, self._moves, self._events, self._clock = router, moves, events, clock
-        self._balance = RoleBalance() if is_auto and len(pools) > 1 else None
+        self._balance = RoleBalance() if is_auto else None
         for pool in pools:
             self._set(pool, pool.role)
+
+    def add(self, pool: Pool) -> None:
+        """Add a pool that joins while the service runs."""
+        self._pools[pool.name] = pool
+        self._set(pool, pool.role)
 
     @property
     def roles(self) -> Mapping[str, Role]:
         """The present roles, by pool."""
         return dict(self._roles)
+
+    def present(self) -> list[Pool]:
+        """Return the pools with their present roles."""
+        return [pool._replace(role=self._roles[name]) for name, pool in self._pools.items()]
 
     def _set(self, pool: Pool, role: Role) -> None:
         self._roles[pool.name] = role

@@ -25,6 +25,8 @@ def why_not_ready(epochs: Epochs) -> str | None:
     if epochs.phase is Phase.STARTING:
         of_all = "" if epochs.ranks.start else f" of {epochs.num_ranks}"  # numbers of later pools exceed it
         return f"waiting for {_ranks(epochs.absent)}{of_all}"
+    if epochs.is_gathering:
+        return f"waiting for {_ranks(epochs.absent)} to join"
     if epochs.phase is Phase.WAITING:
         return f"waiting for a rank to come back; {epochs.describe()}"
     if not epochs.settled:

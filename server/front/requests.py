@@ -35,7 +35,7 @@ from server.front.moves import Moves
 from server.front.prefix_sources import PrefixSources
 from server.front.router import Router
 from server.front.timing import Timing, timing_of
-from server.link.messages import Abort, RankFacts
+from server.link.messages import Abort, Expect, RankFacts
 from server.link.ranks import Ranks
 
 _LOG = logging.getLogger("wideep.front")
@@ -442,6 +442,7 @@ class Requests:
         """
         request_id, params = generation.ask.request.request_id, generation.ask.request.params
         if not self._router.has_ranks:
+            self._expect_no_more(generation)
             self._parked[request_id] = generation
             return
         request = self._journal.request_so_far(request_id)
@@ -478,7 +479,18 @@ class Requests:
                 hands_over=next_rank is not None,
                 num_awaited_tokens=saved_tokens if is_near or request.prefix_at else 0,
             )
+        self._expect_no_more(generation, rank)
         self._ranks.submit(rank, request, now_s=now_s)
+        if next_rank is not None and self._router.share_host(rank, next_rank):
+            generation.expected_at = next_rank
+            self._ranks.expect(next_rank, request, now_s=now_s)
+
+    def _expect_no_more(self, generation: Generation, rank: int | None = None) -> None:
+        """Let the rank that expects a request give its blocks back, unless the request comes there: to `rank`."""
+        expected_at, generation.expected_at = generation.expected_at, None
+        if expected_at not in (None, rank):
+            assert expected_at is not None
+            self._ranks.post(expected_at, Expect(generation.ask.request.request_id, None))
 
     def _feed_alone(self, generation: Generation, output: RequestOutput, now_s: float) -> None:
         """Feed one output. An internal error ends this answer only, not its rank and the rank's other requests."""
@@ -558,6 +570,7 @@ class Requests:
     def _end(
         self, generation: Generation, reason: FinishReason, failure: ApiError | None, error: str
     ) -> None:
+        self._expect_no_more(generation)
         now_s = time.monotonic()
         request = generation.ask.request
         del self._open[request.request_id]

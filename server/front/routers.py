@@ -37,6 +37,10 @@ class RoundRobin(Router):
         self._num_picked = 0
         self._picked_at = np.zeros(num_ranks, dtype=np.int64)  # count of picks at the rank's last one
 
+    def grow(self, num_ranks: int) -> None:
+        self._picked_at = np.concatenate((self._picked_at, np.zeros(num_ranks - self.num_ranks, np.int64)))
+        super().grow(num_ranks)
+
     def _choose(
         self, held: Mapping[int, int], session: str, untold: np.ndarray | None, among: np.ndarray
     ) -> int:

@@ -41,6 +41,7 @@ from scheduler.policy.request import (
     RequestOutput,
     Withdraw,
 )
+from server.options.pools import Pool, Role
 
 SERVICE, METHOD = "wideep.Front", "Attach"  # gRPC names of the one stream that a rank keeps open
 TOKEN_KEY, DEFINITION_KEY = "authorization", "wideep-messages"  # metadata of that stream
@@ -81,7 +82,7 @@ class RankFacts:
     """A rank's first message: it has loaded its weights and is ready."""
 
     rank: int  # in the service, as in all messages
-    world_size: int  # ranks of all pools
+    world_size: int  # ranks of all pools when its pool joined
     host: str
     pid: int
     max_model_len: int  # tokens, prompt plus output
@@ -101,22 +102,34 @@ class RankFacts:
     memory: MemoryOrder | None = None  # the newest one of an earlier front
 
 
+class PoolClaim(NamedTuple):
+    """The pool of a joining torchrun."""
+
+    name: str
+    role: Role
+    run: str  # identifies the torchrun; shared by the workers of all its nodes
+    rank: int  # of the worker in its torchrun
+    num_ranks: int  # of the torchrun
+
+
 class Claim(NamedTuple):
     """The first message of a worker of a joining node, instead of `RankFacts`: a request for a rank."""
 
-    node: str  # identifies the torchrun; shared by its workers
+    node: str  # identifies the torchrun; shared by its workers on one node
     local_rank: int
     num_ranks: int  # on this node
+    pool: PoolClaim | None = None  # None: a rank of a lost node of any pool
 
 
 class Claimed(NamedTuple):
     """The front's answer to a claim, which ends the stream."""
 
     rank: int
-    world_size: int
-    num_restarts: int  # for the engine's `RankFacts`
+    world_size: int  # for the engine's `RankFacts`, as is `num_restarts`
+    num_restarts: int
     refusal: str = ""  # why no rank was assigned
     may_come: bool = False  # whether a retry may succeed
+    pool: Pool | None = None  # of the rank; None if no rank was assigned
 
 
 class StepOutput(NamedTuple):
@@ -196,6 +209,13 @@ class Submit(NamedTuple):
         )
 
 
+class Expect(NamedTuple):
+    """Load a request's blocks while another rank of the host computes them, because that rank will hand it over."""
+
+    request_id: str
+    submit: Submit | None  # None: it is handed over no more, or to another rank
+
+
 class Abort(NamedTuple):
     """Drop a request. An output with a finish_reason follows, unless one was already sent."""
 
@@ -221,7 +241,9 @@ class DropPlacement(NamedTuple):
 FromRank = (
     StepOutput | Heartbeat | LoadReport | ExpertMap | PlacementUpdate | Regrouped | Fault | MemoryUse | MemorySwitched
 )  # fmt: skip
-ToRank = Submit | Abort | Withdraw | Stop | Prepare | DropPlacement | Order | ForgetPrefixes | MemoryOrder
+ToRank = (
+    Submit | Expect | Abort | Withdraw | Stop | Prepare | DropPlacement | Order | ForgetPrefixes | MemoryOrder
+)
 # These begin and end a stream; its two ends handle them.
 _OfStream = RankFacts | Claim | Claimed | Welcome | Goodbye
 _KINDS = typing.get_args(FromRank | ToRank | _OfStream)

@@ -28,6 +28,7 @@ from server.link.messages import (
     TOKEN_KEY,
     Claim,
     Claimed,
+    Expect,
     FromRank,
     Goodbye,
     RankFacts,
@@ -126,6 +127,7 @@ class Ranks:
         # Set by `serve`; no rank attaches before.
         self._receive: Callable[[int, RankFacts | FromRank | RankLost], None]
         self._claim: Callable[[Claim], Claimed]
+        self._world_size_of: Callable[[int], int | None]
         self._left = asyncio.Event()
         self._secret = bearer(token).encode()
         self._server = grpc.aio.server(options=OPTIONS)
@@ -159,15 +161,26 @@ class Ranks:
         self,
         receive: Callable[[int, RankFacts | FromRank | RankLost], None],
         claim: Callable[[Claim], Claimed],
+        world_size_of: Callable[[int], int | None] | None = None,
     ) -> None:
         """Let ranks attach from now on.
 
         Args:
             receive: Called in the event loop with each rank and message: `RankFacts` first, `RankLost` last.
             claim: Assigns a rank to a worker of a joining node.
+            world_size_of: Returns the number of ranks that a rank must know, or None if the service has no such rank. By
+                default the ranks are those of the start.
         """
         self._receive, self._claim = receive, claim
+        self._world_size_of = world_size_of or self._at_start
         await self._server.start()
+
+    def _at_start(self, rank: int) -> int | None:
+        return self.num_ranks if rank < self.num_ranks else None
+
+    def grow(self, num_ranks: int) -> None:
+        """Have this many ranks from now on."""
+        self.num_ranks = num_ranks
 
     async def close(self) -> None:
         """Close all streams and the port."""
@@ -176,6 +189,10 @@ class Ranks:
     def submit(self, rank: int, request: Request, *, now_s: float) -> None:
         """Send a request to a rank."""
         self._post(rank, Submit.of(request, now_s))
+
+    def expect(self, rank: int, request: Request, *, now_s: float) -> None:
+        """Announce a request that another rank of the same host will hand over to this one."""
+        self.post(rank, Expect(request.request_id, Submit.of(request, now_s)))
 
     def post(self, rank: int, message: ToRank) -> None:
         """Send a message to a rank, unless it is gone."""
@@ -291,7 +308,7 @@ class Ranks:
         if not isinstance(facts, RankFacts):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be RankFacts")
         assert isinstance(facts, RankFacts), "abort raises"
-        if facts.rank >= self.num_ranks or facts.world_size != self.num_ranks:
+        if facts.world_size != self._world_size_of(facts.rank):
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT,
                 f"rank {facts.rank} of {facts.world_size} does not belong to this service of {self.num_ranks} ranks",

@@ -1,4 +1,4 @@
-"""Pools: expert groups behind one front, and their roles (`--pools`).
+"""Pools: expert groups behind one front, and their roles (`--pools`, or `--pool` and `--role` of a torchrun's own pool).
 
 The ranks of a pool share lock-step, epochs and a placement; pools are independent. Every rank has a number in the service and,
 from 0, a number in its pool. The front, the router and clients use the first; the engine and its peers use the second.
@@ -6,6 +6,7 @@ from 0, a number in its pool. The front, the router and clients use the first; t
 Separating prompts from decodes is DistServe's idea (arXiv 2401.09670) and Splitwise's (arXiv 2311.18677).
 """
 
+import re
 from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from server.options.flag import OptionsError
 # A step next to decodes takes up to this many prompt tokens in any case (`scheduler.step.prefill_pace`), so handing over fewer
 # gains nothing.
 PREFILL_THRESHOLD = 64
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
 class Role(Enum):
@@ -29,7 +31,7 @@ class Pool(NamedTuple):
     """One expert group."""
 
     name: str
-    role: Role  # at the start of the service; it may change later
+    role: Role  # when it was started; it may change later
     first_rank: int
     num_ranks: int
 
@@ -37,6 +39,13 @@ class Pool(NamedTuple):
     def ranks(self) -> range:
         """The numbers of its ranks in the service."""
         return range(self.first_rank, self.first_rank + self.num_ranks)
+
+    @property
+    def in_words(self) -> str:
+        """The pool with its role and ranks for people: "pool long (prefill, ranks 2 to 3)"."""
+        ranks = self.ranks
+        numbers = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+        return f"pool {self.name} ({self.role.value}, {numbers})"
 
 
 def single_pool(num_ranks: int) -> tuple[Pool, ...]:
@@ -101,6 +110,30 @@ def have_roles(pools: Sequence[Pool]) -> bool:
 def in_words(pools: Sequence[Pool]) -> str:
     """Return the pools and their numbers of ranks for people: "prefill 1, decode 2"."""
     return ", ".join(f"{pool.name} {pool.num_ranks}" for pool in pools)
+
+
+def check_pool_name(flag: str, name: str) -> str:
+    """Return the name of a pool.
+
+    Raises:
+        OptionsError: A name has other characters. Names appear in metrics, in names of files, and between colons.
+    """
+    if not _NAME.fullmatch(name):
+        raise OptionsError(
+            f"{flag} is {name!r}; use 1 to 64 letters, digits, dots, dashes and underscores, such as decode-2"
+        )
+    return name
+
+
+def pool_to_text(pool: Pool) -> str:
+    """Return a pool as text for a variable of a process."""
+    return f"{pool.name}:{pool.role.value}:{pool.first_rank}:{pool.num_ranks}"
+
+
+def pool_from_text(text: str) -> Pool:
+    """Return the pool of `pool_to_text`."""
+    name, role, first_rank, num_ranks = text.split(":")
+    return Pool(name, Role(role), int(first_rank), int(num_ranks))
 
 
 def pool_of(pools: Sequence[Pool], rank: int) -> Pool:

@@ -23,7 +23,7 @@ from server.options.flag import OptionsError, add_flags, words_of
 from server.options.foreign.flags import ForeignFlag, judge
 from server.options.foreign.sglang import SGLANG_FLAGS
 from server.options.foreign.vllm import VLLM_FLAGS
-from server.options.pools import have_roles, read_pools
+from server.options.pools import Role, have_roles, read_pools
 from server.options.table import CONFIG_FILE, DEMO_MODEL, OPTIONS, Options
 
 API_KEY_VARIABLE = "WIDEEP_API_KEY"  # keys separated by spaces; added to those of --api-key
@@ -257,7 +257,7 @@ def _judge_all(foreign: Sequence[ForeignFlag], said: Mapping[str, Any]) -> list[
 
 def _take_part(ours: dict[str, Any], flag: ForeignFlag, given: Any) -> None:
     option = _BY_NAME[flag.becomes]
-    value = flag.spelled.get(str(given), given)
+    value = flag.ours(given)
     if isinstance(value, str) and value.isdecimal():
         value = int(value)
     before = _object(ours.get(option.keyword, {}))
@@ -276,7 +276,9 @@ def _object(given: Any) -> Any:
 
 def _take_alias(ours: dict[str, Any], flag: ForeignFlag, given: Any) -> None:
     option = _BY_NAME[flag.becomes]
-    value = flag.spelled.get(str(given), given)
+    value = flag.ours(given)
+    if value is None:
+        return
     if flag.becomes in option.flag.off_names:
         value = not given
     before = ours.get(option.keyword, value)
@@ -344,13 +346,23 @@ def _check_tiers(engine: EngineSettings) -> None:
 
 
 def _check_pools(options: Options) -> None:
-    if options.pool_roles == "auto" and len(read_pools(options.pools or "both:1")) == 1:
+    if options.has_own_pool and options.pools is not None:
+        given = "--pool" if options.pool is not None else "--role"
+        raise OptionsError(
+            f"--pools lists all pools of one torchrun, and {given} makes this torchrun one pool; give one of them"
+        )
+    has_one = not options.has_own_pool and len(read_pools(options.pools or "both:1")) == 1
+    if options.pool_roles == "auto" and has_one:
         raise OptionsError(
             "--pool-roles auto changes the roles of several pools; give them with --pools, or leave it out"
         )
-    if options.pools and have_roles(read_pools(options.pools)) and not options.engine.enable_prefix_caching:
+    if options.has_own_pool:
+        given, has_roles = f"--role {options.pool_role.value}", options.pool_role is not Role.BOTH
+    else:
+        given, has_roles = f"--pools {options.pools}", have_roles(read_pools(options.pools or "both:1"))
+    if has_roles and not options.engine.enable_prefix_caching:
         raise OptionsError(
-            f"--pools {options.pools} hands requests over through cached prefixes, but --no-enable-prefix-caching disables "
+            f"{given} hands requests over through cached prefixes, but --no-enable-prefix-caching disables "
             "the prefix cache; remove one of them, or give all pools the role both"
         )
 

@@ -41,7 +41,15 @@ from server.options.flag import (
     whole,
 )
 from server.options.parser_names import REASONING_PARSERS, TOOL_PARSERS
-from server.options.pools import PREFILL_THRESHOLD, Pool, num_ranks_of, pools_of, read_pools
+from server.options.pools import (
+    PREFILL_THRESHOLD,
+    Pool,
+    Role,
+    check_pool_name,
+    num_ranks_of,
+    pools_of,
+    read_pools,
+)
 
 DEMO_MODEL = "demo"
 FCFS, PRIORITY = "fcfs", "priority"  # scheduling policies
@@ -158,6 +166,10 @@ def _endpoint(name: str, given: Any) -> str:
 def _pools(name: str, given: Any) -> str:
     read_pools(text(name, given))
     return str(given)
+
+
+def _pool(name: str, given: Any) -> str:
+    return check_pool_name(name, text(name, given))
 
 
 def _dispatch_mode(name: str, given: Any) -> DispatchMode:
@@ -411,7 +423,17 @@ class Options:
     )  # fmt: skip
     join: str | None = flag(
         RANKS, "--join", read=_endpoint, metavar="HOST:PORT",
-        help="replace a lost node of the service with this --rdzv-endpoint; for `wideep worker` under a separate torchrun",
+        help="join the service with this --rdzv-endpoint from a separate torchrun, as the pool of --pool or in the place of a lost "
+        "node; for `wideep worker`",
+    )  # fmt: skip
+    pool: str | None = flag(
+        RANKS, "--pool", read=_pool, metavar="NAME", default_text="the value of --role, if that is given",
+        help="name of the pool that the ranks of this torchrun are; the first torchrun begins the service, the others add their "
+        "pools with --join; for `wideep worker` (docs/pools.md)",
+    )  # fmt: skip
+    role: str | None = flag(
+        RANKS, "--role", read=one_of(*(each.value for each in Role)), metavar="{both,prefill,decode}",
+        default_text="both", help="part of each request that the pool of --pool runs (docs/pools.md)",
     )  # fmt: skip
     cluster_key_file: str | None = flag(
         RANKS, "--cluster-key-file", read=_cluster_key_file, metavar="FILE",
@@ -629,12 +651,29 @@ class Options:
         """Return the given number of ranks: that of all pools, or --data-parallel-size. None if neither is given."""
         return self.data_parallel_size if self.pools is None else num_ranks_of(read_pools(self.pools))
 
+    @property
+    def has_own_pool(self) -> bool:
+        """Whether the ranks of this torchrun are one pool of a service to which torchruns may add pools."""
+        return self.pool is not None or self.role is not None
+
+    @property
+    def pool_name(self) -> str:
+        """The name of this torchrun's own pool."""
+        return self.pool or self.pool_role.value
+
+    @property
+    def pool_role(self) -> Role:
+        """The role of this torchrun's own pool."""
+        return Role(self.role or Role.BOTH.value)
+
     def pools_among(self, num_ranks: int) -> tuple[Pool, ...]:
-        """Return the pools of a service with this number of ranks.
+        """Return the pools with which a service of this number of ranks starts.
 
         Raises:
             OptionsError: --pools has another number of ranks.
         """
+        if self.has_own_pool:
+            return (Pool(self.pool_name, self.pool_role, 0, num_ranks),)
         return pools_of(self.pools, num_ranks)
 
     @property

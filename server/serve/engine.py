@@ -47,7 +47,7 @@ from server.machine.interfaces import find_interfaces, gloo_takes
 from server.machine.lines import say
 from server.machine.parent_death import die_with_parent
 from server.options.flag import OptionsError
-from server.options.pools import Pool, pool_of
+from server.options.pools import Pool
 from server.options.reading import options_from_json
 from server.options.table import Options
 from server.serve.child_messages import Beat, CacheBytes, Leaving, Ready, ServiceAddress, SupervisorPipe
@@ -92,7 +92,7 @@ def run_engine(options: Options, *, environment: Mapping[str, str] = os.environ)
         options, environment = options_from_json(order.options, order.environment), order.environment
     die_with_parent()
     place = place_from(environment)
-    pool = pool_of(options.pools_among(place.world_size), place.rank)
+    pool = place.pool_in(options)
     try:
         _serve(options, place, pool, environment)
     except FrontGoneError:
@@ -120,11 +120,11 @@ def _serve(options: Options, place: Place, pool: Pool, environment: Mapping[str,
     if num_restarts:
         _check_front(front, options.engine.front_recovery_timeout_s)
         if options.join is not None:
-            check_newcomer(*node, pools=options.pools)
+            check_newcomer(*node, pools=options.pools, has_own_pool=options.has_own_pool)
     else:
         if place.world_size > 1:
             loading.note("Waiting for the other ranks")
-        check_nodes_together(*node, environment, pools=options.pools)
+        check_nodes_together(*node, environment, pools=options.pools, may_grow=options.has_own_pool)
         _join(in_pool, PrefixStore(prefix, store))
     loading.note(f"Building the model {options.model} and testing its layers", stage="the model's layers")
     config = engine_config(options, in_pool)
@@ -324,7 +324,8 @@ def _peer_network(
     options: Options, place: Place, front: dict[str, str], environment: Mapping[str, str]
 ) -> PeerNetwork | None:
     """Return how other nodes fetch prefixes from this rank: on gloo's interface. None if there are no others."""
-    if not options.engine.kv_offloading_bytes or place.world_size == place.local_world_size:
+    is_alone = place.world_size == place.local_world_size and not options.has_own_pool
+    if not options.engine.kv_offloading_bytes or is_alone:
         return None
     taken = gloo_takes(environment, find_interfaces(), socket.gethostname())
     if not taken.address:

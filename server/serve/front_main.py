@@ -35,7 +35,7 @@ from scheduler.epochs.heartbeat import LOOK_EVERY_S, Heartbeat
 from scheduler.moves.reports import ExpertMap, LoadReport
 from server.front.errors import ApiError
 from server.front.journal import Journal
-from server.front.nodes import Nodes
+from server.front.nodes import JoinedPools, Nodes
 from server.http.observability.logs import logging_to
 from server.http.observability.metrics import Metrics
 from server.link.messages import (
@@ -53,6 +53,7 @@ from server.link.messages import (
 from server.link.ranks import RankLost, Ranks
 from server.machine.parent_death import die_with_parent
 from server.options.flag import OptionsError
+from server.options.pools import Pool
 from server.options.table import Options
 from server.serve.child_messages import FrontAddresses, encode
 from server.serve.children import END_NOW_SIGNAL, FRONT_VARIABLE, KEPT_VARIABLE, raise_descriptor_limit
@@ -134,7 +135,7 @@ async def _run(
         options.served_model_names[0],
         num_ranks,
         options.engine.num_drafts,
-        has_tiers=options.engine.has_kv_tiers,
+        has_tiers=options.engine.has_kv_tiers or options.has_own_pool,  # other pools may have them
     )
     try:
         tokenizer = await asyncio.to_thread(
@@ -152,8 +153,10 @@ async def _run(
     except ValueError as error:  # TokenizerError: its class came with the slow import
         return _complain(str(error))
     gc.freeze()  # full collections stop all streams; exclude every object that exists now
-    front = _Front(options, ranks, metrics, http, ending)
-    return await front.run(listener, is_again=before is not None)
+    is_again = before is not None
+    joined = JoinedPools(kept / "pools", is_again=is_again)
+    front = _Front(options, ranks, metrics, http, ending, joined)
+    return await front.run(listener, is_again=is_again)
 
 
 class _Ending:
@@ -190,15 +193,19 @@ class _Front:
         metrics: Metrics,
         http: "HttpService",
         ending: _Ending,
+        joined: JoinedPools,
     ) -> None:
         self._options, self._ranks, self._metrics = options, ranks, metrics
-        self._http, self._ending = http, ending
-        self._nodes = Nodes(ranks.num_ranks)
+        self._http, self._ending, self._joined = http, ending, joined
+        self._nodes = Nodes([each.pool for each in http.pools])
+        for pool in joined.pools:  # while an earlier front served
+            self._nodes.restore(pool)
+            http.add_pool(pool)
         self._pools = {rank: pool for pool in http.pools for rank in pool.pool.ranks}  # by rank
         self._fatal: str | None = None
         self._is_closing = False  # open requests have ended; responses may still be in flight
-        for pool in http.pools:
-            pool.lead(http.requests, self._fail_pool)
+        for each in http.pools:
+            each.lead(http.requests, self._fail_pool)
         ending.on_hurry = self._hurry
 
     async def run(self, listener: socket.socket, *, is_again: bool) -> int:
@@ -211,7 +218,7 @@ class _Front:
             for pool in self._http.pools:
                 pool.resume()
         self._look_at_links()
-        await self._ranks.serve(self._receive, self._claim)
+        await self._ranks.serve(self._receive, self._claim, self._nodes.world_size_of)
         serving = asyncio.create_task(self._http.serve(listener))
         serving.add_done_callback(self._on_http_end)
         await self._ending.begun.wait()
@@ -308,7 +315,19 @@ class _Front:
         }
         return self._nodes.claim(claim, missing, time.monotonic())
 
+    def _admit(self, pool: Pool) -> None:
+        """Add the pool of a first rank that attaches. Its ranks get requests when all have attached and met."""
+        made = self._http.add_pool(pool)
+        self._pools |= dict.fromkeys(pool.ranks, made)
+        self._joined.add(pool)
+        made.lead(self._http.requests, self._fail_pool)
+        made.gather()
+        _LOG.warning("%s joins the service", pool.in_words)
+        self._http.events.note("pool_joined", f"{pool.in_words} joins the service")
+
     def _attach(self, facts: RankFacts) -> None:
+        if (pool_joins := self._nodes.admit(facts.rank)) is not None:
+            self._admit(pool_joins)
         self._nodes.note(facts.rank, facts.node, facts.num_restarts)
         engine = self._options.engine
         self._metrics.note_rank(
@@ -334,7 +353,7 @@ class _Front:
     def _fail_pool(self, pool: "PoolFront", reason: str) -> None:
         """End the service because a pool cannot serve, unless another one serves or may do so again."""
         pools = self._http.pools
-        if pool.is_starting or all(each.has_failed for each in pools):
+        if pool.is_starting or all(each.has_failed or each.epochs.is_gathering for each in pools):
             self._fail(reason)
             return
         said = f"pool {pool.pool.name} does not serve until its ranks return: {reason}"

@@ -20,10 +20,11 @@ from scheduler.assembly import Assembled
 from scheduler.epochs.orders import Order
 from scheduler.moves.reports import ExpertMap, MoveState, PlacementReport
 from scheduler.policy.config import EngineConfig
-from scheduler.policy.request import ForgetPrefixes, MemoryOrder, RankStats, RequestOutput, Withdraw
+from scheduler.policy.request import Expected, ForgetPrefixes, MemoryOrder, RankStats, RequestOutput, Withdraw
 from server.link.messages import (
     Abort,
     DropPlacement,
+    Expect,
     MemorySwitched,
     MemoryUse,
     PlacementUpdate,
@@ -156,6 +157,9 @@ class FrontStream:
             case Submit(request):
                 self._open_ids.add(request.request_id)
                 engine.submit(message.request_at(time.monotonic()))
+            case Expect(request_id, submit):
+                comes = None if submit is None else submit.request_at(time.monotonic())
+                engine.expect(Expected(request_id, comes))
             case Abort(request_id):
                 engine.abort(request_id)
             case Withdraw(request_id, even_if_begun):
@@ -199,8 +203,11 @@ class FrontStream:
         """Attach to the restarted front. Returns the exit status if this fails for good, otherwise 0."""
         while (left_s := until_s - time.monotonic()) > 0:
             # Assigned before `open`: the front's first order may arrive before `open` returns.
+            loaded = (
+                None if self._epoch else self._facts.loaded
+            )  # a pool that has not met has no other placement
             facts = replace(
-                self._facts, served=self._served(), loaded=None, memory=self._built.engine.memory.ordered
+                self._facts, served=self._served(), loaded=loaded, memory=self._built.engine.memory.ordered
             )
             self.link = self._make_link(facts)
             self._sent_bytes = 0

@@ -36,6 +36,7 @@ from server.api.sglang.service_routes import service_routes
 from server.api.tokenize import tokenize_routes
 from server.experts.control import PlacementControl
 from server.experts.dashboard.routes import dashboard_routes
+from server.experts.load import ExpertsLoad
 from server.experts.metrics import ExpertsMetrics
 from server.experts.record_files import default_folder
 from server.experts.routes import expert_load_routes, placement_routes
@@ -44,7 +45,7 @@ from server.front.errors import draining
 from server.front.events import EventLog
 from server.front.generations import Ask
 from server.front.journal import Journal
-from server.front.membership import Phase
+from server.front.membership import Epochs, Phase
 from server.front.moves import Moves
 from server.front.pool_roles import PoolRoles
 from server.front.readiness import why_service_not_ready
@@ -73,6 +74,7 @@ from server.http.sleep_routes import sleep_routes
 from server.link.ranks import Ranks
 from server.machine.steady_clock import SteadyClock
 from server.machine.versions import version_of
+from server.options.pools import Pool
 from server.options.table import PRIORITY, HttpOptions, Options
 from server.serve.pool_front import PoolFront
 
@@ -114,18 +116,21 @@ class HttpService:
         Raises:
             OptionsError: The folder for files is unusable.
         """
-        self._ranks, self._journal = ranks, journal
+        self._ranks, self._journal, self._metrics = ranks, journal, metrics
         self.events = EventLog()
         pools = options.pools_among(ranks.num_ranks)
-        self.pools = tuple(
-            PoolFront(pool, options, ranks, self.events, is_only=len(pools) == 1, why_paused=self._why_asleep)
-            for pool in pools
-        )
-        self._epochs = {each.pool.name: each.epochs for each in self.pools}
+        self._has_several = len(pools) > 1 or options.has_own_pool
+        # Routes and metrics keep these collections, to which `add_pool` adds.
+        self.pools: list[PoolFront] = []
+        self._epochs: dict[str, Epochs] = {}
+        self._loads: dict[str, ExpertsLoad] = {}
+        self._placements: dict[str, PlacementControl] = {}
         self._options, self._throughput = options, metrics.throughput
+        for pool in pools:
+            self._make_pool(pool)
         self._is_draining = False
         router = ROUTERS[options.routing_policy](ranks.num_ranks, prefill_threshold=options.prefill_threshold)
-        self._moves = Moves(router, ranks, journal, num_ranks=ranks.num_ranks, events=self.events)
+        self._moves = Moves(router, ranks, journal, events=self.events)
         self._roles = PoolRoles(pools, router, self._moves, self.events, is_auto=options.pool_roles == "auto")
         self.requests = Requests(
             decoder=tokenizer,
@@ -150,11 +155,12 @@ class HttpService:
             events=self.events,
         )
         self.model = _served_model(options, tokenizer, ranks)
-        self._balances = options.enable_eplb
-        epochs, loads = self._epochs, {each.pool.name: each.load for each in self.pools}
-        metrics.add(ExpertsMetrics(loads, options.served_model_names[0]))
-        metrics.add(FrontMetrics(self.requests, router, options.served_model_names[0]))
-        metrics.add(MembershipMetrics(epochs, journal, self._num_parked, options.served_model_names[0]))
+        self._router = router
+        self._balancing: list[asyncio.Task[None]] = []  # with --enable-eplb, once it serves
+        name, are_named = options.served_model_names[0], self._has_several
+        metrics.add(ExpertsMetrics(self._loads, name, are_named=are_named))
+        metrics.add(FrontMetrics(self.requests, router, name))
+        metrics.add(MembershipMetrics(self._epochs, journal, self._num_parked, name, are_named=are_named))
         version = version_of("wideep") or "0+unknown"  # an uninstalled checkout
         self._traces = Traces.to(options.log.otlp_endpoint, service_version=version)
         keys = _keys(options)
@@ -177,6 +183,33 @@ class HttpService:
             ),
         )
         self._server = _Server(_server_config(app, options.http), _bound(options.http))
+
+    def _make_pool(self, pool: Pool) -> PoolFront:
+        made = PoolFront(
+            pool,
+            self._options,
+            self._ranks,
+            self.events,
+            is_only=not self._has_several,
+            why_paused=self._why_asleep,
+        )
+        self.pools.append(made)
+        self._epochs[pool.name], self._loads[pool.name] = made.epochs, made.load
+        self._placements[pool.name] = made.placement
+        return made
+
+    def add_pool(self, pool: Pool) -> PoolFront:
+        """Add a pool that joins while the service runs. Its ranks are away; they have the next numbers."""
+        self._has_several = True
+        made, num_ranks = self._make_pool(pool), pool.ranks.stop
+        if num_ranks > self._ranks.num_ranks:
+            self._ranks.grow(num_ranks)
+            self._router.grow(num_ranks)
+            self._metrics.grow(num_ranks)
+        self._roles.add(pool)
+        if self._balancing:
+            self._balancing.append(asyncio.create_task(_keep_balancing(made.placement)))
+        return made
 
     def _batching(
         self,
@@ -223,15 +256,13 @@ class HttpService:
                 self.model,
                 self.requests,
                 version=version,
-                pools=[each.pool for each in self.pools],
+                pools=self._roles.present,
                 forget_prefixes=self._forget_prefixes,
                 facts=lambda: [stream.facts for _, stream in sorted(self._ranks.attached.items())],
                 target_itl_ms=options.engine.target_itl_ms,
                 shows_path=not options.needs_key,
             ),
-            placement_routes(
-                {each.pool.name: each.placement for each in self.pools}, options.engine.eplb_config
-            ),
+            placement_routes(self._placements, options.engine.eplb_config),
             ops_routes(version, metrics, self.why_not_ready),
             membership_routes(
                 self._epochs,
@@ -241,6 +272,7 @@ class HttpService:
                 metrics.tiers,
                 self._moves.drains,
                 self.sleep_mode,
+                lambda: self._roles.roles,
             ),
             rank_routes(self._moves, self.why_not_ready),
             pool_routes(self._roles, self.why_not_ready),
@@ -249,7 +281,7 @@ class HttpService:
             docs_routes(),
             throughput_routes(metrics.throughput),
             expert_load_routes(
-                {each.pool.name: each.load for each in self.pools},
+                self._loads,
                 rank_steps=lambda: _steps(self._ranks),
                 record_directory=Path(environment.get(_RECORD_VARIABLE) or default_folder()),
             ),
@@ -258,11 +290,12 @@ class HttpService:
     async def serve(self, listener: socket.socket) -> None:
         """Serve HTTP on a bound socket until `stop` is called."""
         tasks = [asyncio.create_task(self._keep_ticking()), asyncio.create_task(self._batch_runs.serve())]
-        if self._balances:
-            tasks += [asyncio.create_task(_keep_balancing(each.placement)) for each in self.pools]
+        if self._options.enable_eplb:
+            self._balancing = [asyncio.create_task(_keep_balancing(each.placement)) for each in self.pools]
         try:
             await self._server.serve(sockets=[listener])
         finally:
+            tasks += self._balancing
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)

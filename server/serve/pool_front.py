@@ -68,7 +68,7 @@ class PoolFront:
         self._watch = Watch(engine.heartbeat_timeout_s)
         self._watch.begin_epoch(0, pool.ranks)
         self._loaded: tuple[int, Served] | None = None  # rank and placement of a restarted engine
-        self._is_resumed = False
+        self._is_resumed = False  # it has served, or it joins a service that does
         self.has_failed = False  # its ranks did not return in time; cleared when one returns
         self.leader: Leader
 
@@ -101,9 +101,14 @@ class PoolFront:
         self._is_resumed = True
         self.leader.resume()
 
+    def gather(self) -> None:
+        """Lead a pool that joins while the service runs."""
+        self._is_resumed = True
+        self.leader.gather()
+
     @property
     def is_starting(self) -> bool:
-        """Whether the pool has not served yet. A pool that returns to a restarted front has."""
+        """Whether the pool starts with the service and has not served yet. A pool that returns to a restarted front has."""
         is_new = self.epochs.phase is Phase.STARTING or self.placement.home is None
         return is_new and not self._is_resumed
 

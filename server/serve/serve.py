@@ -98,6 +98,11 @@ def _prepare(options: Options) -> Options:
     """Resolve the model, fill in the options that all ranks share, and run the preflight checks."""
     if options.join is not None:
         raise OptionsError("`wideep serve` does not accept --join; use `wideep worker` under torchrun")
+    if options.has_own_pool:
+        raise OptionsError(
+            "`wideep serve` starts all pools, so it does not accept --pool, --role or flags that mean a role (--kv-transfer-config, "
+            "--disaggregation-mode); use --pools prefill:1,decode:1, or `wideep worker` with a torchrun for each pool"
+        )
     device, given = choose_device(options.device), options
     ranks = _num_ranks(options, device)
     pools = options.pools_among(ranks)

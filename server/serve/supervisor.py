@@ -340,13 +340,17 @@ class Supervisor:
     def _describe_lost_front(self) -> str:
         """Return the message for a rank that lost its service; on another node, with the command to rejoin."""
         text = f"rank {self._place.rank} lost its connection to the front and left the service"
-        if UNDER_SERVE in self._environment or self._place.world_size == self._place.local_world_size:
+        options = self._options
+        is_alone = self._place.world_size == self._place.local_world_size and not options.has_own_pool
+        if UNDER_SERVE in self._environment or is_alone:
             return text
-        pools = f" --pools {self._options.pools}" if self._options.pools else ""
+        pools = f" --pools {options.pools}" if options.pools else ""
+        if options.has_own_pool:
+            pools = f" --pool {options.pool_name} --role {options.pool_role.value}"
         return (
             f"{text}. If the service still runs and can be reached, rejoin it from this node with: torchrun --nnodes 1 "
             f"--nproc-per-node {self._place.local_world_size} --rdzv-backend wideep --rdzv-endpoint localhost:0 "
-            f"--no-python wideep worker {self._options.model}{pools} --join {self._environment.get('MASTER_ADDR')}:"
+            f"--no-python wideep worker {options.model}{pools} --join {self._environment.get('MASTER_ADDR')}:"
             f"{self._environment.get('MASTER_PORT')}"
         )
 
@@ -357,7 +361,7 @@ class Supervisor:
 
     def _give_up(self, text: str) -> int | None:
         """Leave the service to the other ranks. They need no message: the front has seen this rank go."""
-        if self._place.world_size == 1:
+        if self._place.world_size == 1 and not self._options.has_own_pool:
             return self._fail(text)
         say(f"wideep: {text}: the service continues without rank {self._place.rank}", error=True)
         if path := self._environment.get(ERROR_FILE):
@@ -413,6 +417,13 @@ class Supervisor:
             self._keep_port(int(addresses.http.rpartition(":")[2]))
         self._start_engine()
 
+    def _describe_service(self) -> str:
+        if self._options.has_own_pool:
+            return f"{self._place.pool_in(self._options).in_words} serves"
+        pools = in_words(self._options.pools_among(self._place.world_size))
+        of_pools = f" ({pools})" if self._options.pools else ""
+        return f"serving on {self._place.world_size} ranks{of_pools}"
+
     def _beat(self) -> None:
         if self._watchdog is not None:
             self._watchdog.beat()
@@ -422,9 +433,7 @@ class Supervisor:
             seconds, self._ended_s = time.monotonic() - self._ended_s, None
             say(f"wideep: rank {self._place.rank} serves again, after {seconds:.0f} s", error=True)
         elif self._place.local_rank == 0:
-            pools = in_words(self._options.pools_among(self._place.world_size))
-            of_pools = f" ({pools})" if self._options.pools else ""
-            self._say(f"serving on {self._place.world_size} ranks{of_pools} at {self._http}")
+            self._say(f"{self._describe_service()} at {self._http}")
         self._policy.has_served = self._is_serving = True
         self._write_state()
 

@@ -11,7 +11,7 @@ from server.machine.lines import say
 from server.machine.parent_death import die_with_parent
 from server.machine.roots import WIDEEP_COMMAND
 from server.options.flag import OptionsError
-from server.options.pools import rank_pool_sizes
+from server.options.pools import Role, rank_pool_sizes
 from server.options.table import Options
 from server.serve.children import StopSignals, is_gone, kill_if_it_stays, raise_descriptor_limit
 from server.serve.preflight.checkpoint import with_checkpoint
@@ -32,6 +32,7 @@ from server.serve.store.rendezvous import (
     node_name,
     place_from,
     store_variables,
+    wanted_pool,
 )
 from server.serve.supervisor import UNDER_SERVE, Commands, Supervisor, report_failure
 
@@ -56,9 +57,17 @@ def run_worker(
         place, node = place_from(environment), node_name(agent, environment)
         host = None
         if options.join is not None:
-            place, variables = join_service(options.join, place, node, CLAIM, options.cluster_key_file)
+            wanted = wanted_pool(options, place, node, environment)
+            if wanted is not None and place.local_rank == 0:
+                say(f"wideep: joining the service at {options.join} as pool {wanted.name}")
+            place, variables = join_service(
+                options.join, place, node, CLAIM, options.cluster_key_file, wanted
+            )
+            options = _in_pool(options, place)
         else:
-            host = front_host(place, agent, environment) if place.local_rank == 0 else None
+            may_grow = options.has_own_pool
+            is_first = place.local_rank == 0
+            host = front_host(place, agent, environment, may_grow=may_grow) if is_first else None
             variables = store_variables(agent, environment)
         store_host = variables.get("MASTER_ADDR", place.master_addr)
         options = _prepare(options, place, environment, has_front=host is not None, store_host=store_host)
@@ -79,6 +88,14 @@ def run_worker(
     return status
 
 
+def _in_pool(options: Options, place: Place) -> Options:
+    """Return options with the pool that a node returns into, if neither --pool nor --pools has it and the pool has one role."""
+    pool = place.pool
+    if pool is None or pool.role is Role.BOTH or options.has_own_pool or options.pools is not None:
+        return options
+    return replace(options, pool=pool.name, role=pool.role.value)
+
+
 def _clear_after_serve(environment: Mapping[str, str]) -> None:
     """Remove the folder of a `wideep serve` that was killed before it could do so."""
     pid, _, directory = environment.get(UNDER_SERVE, "").partition(" ")
@@ -96,7 +113,7 @@ def _prepare(
             f"--data-parallel-size is {ranks}, but torchrun started {place.local_world_size} workers on this node; "
             "remove the flag: torchrun's --nproc-per-node sets the number of ranks"
         )
-    pools = options.pools_among(place.world_size)
+    pools = options.pools_among(place.world_size) if place.pool is None else (place.pool,)
     device, given = choose_device(options.device) if UNDER_SERVE not in environment else None, options
     if device is not None:
         options = on_device(with_hand_over(options), device, num_local_ranks=place.local_world_size)
@@ -111,7 +128,8 @@ def _prepare(
             gpu_bytes=device.free_bytes,
         )
         say(f"wideep: computing on {device.in_words}")
-        spans_nodes = place.world_size > place.local_world_size and not _is_this_machine(store_host)
+        has_others = place.world_size > place.local_world_size or options.has_own_pool
+        spans_nodes = has_others and not _is_this_machine(store_host)
         say_problems(
             problems_at_start(
                 options,

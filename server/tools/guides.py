@@ -120,7 +120,10 @@ def _foreign_rows(flag: ForeignFlag) -> Iterator[_Row]:
     names = ", ".join(f"`{name}`" for name in flag.names)
     otherwise = flag.otherwise.replace(GIVEN, "N")
     if flag.becomes:
-        spelled = ", ".join(f"`{theirs}` is `{ours}`" for theirs, ours in flag.spelled.items())
+        spelled = ", ".join(
+            f"`{theirs}` is `{ours}`" if ours else f"`{theirs}` has no effect"
+            for theirs, ours in flag.spelled.items()
+        )
         key = f", key `{flag.key}`" if flag.key else ""
         yield _Row(names, "alias", f"`{flag.becomes}`{key}" + (f"; {spelled}" if spelled else ""))
     elif not flag.because:

@@ -21,6 +21,7 @@ from torch.distributed.run import get_args_parser
 from server.cli import build_parser
 from server.http.observability.metrics import Metrics
 from server.http.observability.ops import ops_routes
+from server.options.pools import Pool, Role
 from server.options.reading import options_from
 from server.options.table import Options
 from server.serve.store.rendezvous import rendezvous_endpoint
@@ -115,6 +116,25 @@ def test_a_node_becomes_a_command_that_torchrun_and_wideep_take(
         assert options.cluster_key is not None
 
 
+@pytest.mark.parametrize("recipe", NODES)
+def test_nodes_with_roles_are_pools_that_join_that_of_node_0_at_every_start(
+    node: ModuleType, tmp_path: Path, recipe: str
+) -> None:
+    commands = NODES[recipe]()
+    roles = ["prefill", "decode", "decode"][: len(commands)]
+    for rank, (command, role) in enumerate(zip(commands, roles, strict=True)):
+        assert command.environment["ROLES"] == "", "by default, all nodes are one pool"
+        command.environment["ROLES"] = " ".join(roles)
+        words = torchrun(node, command, tmp_path / "key")
+        get_args_parser().parse_args(words[1:])
+        joins = rank > 0
+        assert rendezvous_endpoint(words, {}) == ("localhost", 0 if joins else RENDEZVOUS_PORT)
+        assert words[words.index("--nnodes") + 1] == "1"
+        options = options_of(words)
+        assert options.pools_among(1) == (Pool(f"{role}-{rank}", Role(role), 0, 1),)
+        assert options.join == (f"localhost:{RENDEZVOUS_PORT}" if joins else None)
+
+
 def test_the_units_and_images_of_one_machine_start_what_wideep_takes(tmp_path: Path) -> None:
     options = options_of(unit_command("wideep.service", "wideep.env", {"MODEL": str(tmp_path)}).words)
     assert (options.host, options.port) == ("127.0.0.1", Options().port)
@@ -142,6 +162,7 @@ def test_a_node_waits_for_node_0_and_says_that_it_is_missing(
         ({"NODES": ""}, "NODES is ''; it must be a number"),
         ({"RANKS_PER_NODE": "eight"}, "RANKS_PER_NODE is 'eight'; it must be a number"),
         ({"HEAD": ""}, "HEAD is not set; see docs/deploy.md"),
+        ({"ROLES": "prefill"}, "ROLES has 1 roles, but NODES is 2; give each node one"),
     ],
 )
 def test_a_variable_that_is_missing_or_wrong_is_named(

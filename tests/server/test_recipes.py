@@ -30,6 +30,7 @@ pytestmark = pytest.mark.slow
 
 HEAD, URL = "10.213.7.1", "http://10.213.7.1:8000"
 FLAGS = "--kv-cache-memory 16M"
+SMALL_TIER = "--kv-offloading-size 64M"  # through which pools hand requests over
 SAID_S = 30.0  # includes the time that a loaded machine needs to start Python
 LEFT_S = 60.0  # for the other nodes to detect the loss of a node
 STOPPED_S = 60.0
@@ -242,6 +243,60 @@ def test_a_node_that_leaves_hands_its_requests_on_and_comes_back_with_the_same_l
         stop(head)
 
 
+def by_kubernetes_with_pools(machines: Machines) -> list[NodeCommand]:
+    return [
+        node._replace(
+            words=[*node.words, *SMALL_TIER.split()],
+            environment={**node.environment, "ROLES": "prefill decode decode"},
+        )
+        for node in by_kubernetes(machines)
+    ]
+
+
+def by_compose_with_pools(machines: Machines) -> list[NodeCommand]:
+    return by_compose(machines, ROLES="prefill decode", FLAGS=f"{FLAGS} {SMALL_TIER}")
+
+
+def roles(machines: Machines) -> dict[str, str]:
+    """Return the roles of the pools that serve, by name."""
+    answer = ask(machines.namespaces[0], "GET", f"{URL}/pools")
+    return {each["name"]: each["role"] for each in json.loads(answer)["pools"]} if answer else {}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "namespaces"),
+    [(by_compose_with_pools, 2), (by_kubernetes_with_pools, 3)],
+    indirect=["namespaces"],
+)
+def test_nodes_with_roles_are_pools_that_start_in_any_order_leave_and_come_back(
+    machines: Machines, recipe: Callable[[Machines], list[NodeCommand]]
+) -> None:
+    commands = [machines.command(at, node) for at, node in enumerate(recipe(machines))]
+    *stay, leaves = commands
+    every = list(range(len(commands)))
+    named = {f"{role}-{at}": role for at, role in enumerate(["prefill", "decode", "decode"][: len(every)])}
+    with machines.run(stay, "head") as head:
+        with machines.run([leaves], "other") as other:
+            wait_until(
+                lambda: sorted(members(machines.namespaces[0], URL)) == every, head.output, within_s=START_S
+            )
+            assert roles(machines) == named
+            expected = machines.answers()
+            long_answer = machines.answer(machines.namespaces[0], LONG_ANSWER)
+            assert machines.answers_during(lambda: stop(other)) == [long_answer] * NUM_OPEN
+        wait_until(
+            lambda: len(members(machines.namespaces[0], URL)) == len(stay), head.output, within_s=LEFT_S
+        )
+        with machines.run([leaves], "again") as again:
+            wait_until(
+                lambda: sorted(members(machines.namespaces[0], URL)) == every, again.output, within_s=START_S
+            )
+            assert roles(machines) == named
+            assert machines.answers() == expected
+            stop(again)
+        stop(head)
+
+
 def test_when_node_0_was_away_all_nodes_meet_again_with_the_same_lines(machines: Machines) -> None:
     again = ["sh", "-c", 'trap "exit 0" TERM INT; while :; do "$@" & wait $!; sleep 1; done', "sh"]
     commands = [[*again, *machines.command(at, node)] for at, node in enumerate(by_systemd(machines))]
@@ -304,6 +359,14 @@ def test_a_job_of_slurm_serves_on_its_nodes_and_a_second_job_brings_a_lost_one_b
             machines.wait_for([0, 1], joined)
             assert machines.answers() == expected
             stop(joined)
+        stop(service)
+
+
+def test_a_job_of_slurm_with_roles_serves_with_a_pool_on_each_node(machines: Machines) -> None:
+    with machines.run([[*job(machines, ROLES="prefill decode"), *SMALL_TIER.split()]]) as service:
+        wait_until(lambda: members(machines.namespaces[0], URL) == [0, 1], service.output, within_s=START_S)
+        assert roles(machines) == {"prefill-0": "prefill", "decode-1": "decode"}
+        assert len(set(machines.answers())) == 1
         stop(service)
 
 

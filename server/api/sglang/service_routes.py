@@ -39,7 +39,7 @@ def service_routes(
     requests: Requests,
     *,
     version: str,
-    pools: Sequence[Pool],
+    pools: Callable[[], Sequence[Pool]],
     facts: Callable[[], Sequence[RankFacts]] = tuple,
     forget_prefixes: Callable[[], None] = lambda: None,
     target_itl_ms: float | None = None,
@@ -138,7 +138,7 @@ def _add_sglang_routes(
     requests: Requests,
     *,
     version: str,
-    pools: Sequence[Pool],
+    pools: Callable[[], Sequence[Pool]],
     facts: Callable[[], Sequence[RankFacts]],
     target_itl_ms: float | None,
     shown_path: str,
@@ -165,16 +165,18 @@ def _add_sglang_routes(
     async def show_server_info() -> dict[str, Any]:
         """Show the server in SGLang's format, with the fields that apply here: attention is data-parallel. `ep_size` is that
         of the first pool."""
-        ranks = facts()
+        ranks, present = facts(), pools()
         return {
             "version": version,
             "model_path": shown_path,
             "served_model_name": model.names[0],
             "context_length": model.max_len(),
             "tp_size": 1,
-            "dp_size": num_ranks_of(pools),
-            "ep_size": pools[0].num_ranks,
-            "pools": [{"pool": pool.name, "ranks": list(pool.ranks)} for pool in pools],
+            "dp_size": num_ranks_of(present),
+            "ep_size": present[0].num_ranks,
+            "pools": [
+                {"pool": pool.name, "role": pool.role.value, "ranks": list(pool.ranks)} for pool in present
+            ],
             "device": ranks[0].device if ranks else None,
             "page_size": ranks[0].block_tokens if ranks else None,
             "chunked_prefill_size": ranks[0].max_num_batched_tokens if ranks else None,

@@ -82,11 +82,18 @@ class MembershipMetrics(Collector):  # type: ignore[misc]
     """Exports the epochs of all pools, and the journal. Metrics of pools have the label `pool` if there are several."""
 
     def __init__(
-        self, pools: Mapping[str, Epochs], journal: Journal, num_parked: Callable[[], int], model_name: str
+        self,
+        pools: Mapping[str, Epochs],
+        journal: Journal,
+        num_parked: Callable[[], int],
+        model_name: str,
+        *,
+        are_named: bool = False,
     ) -> None:
-        """Args: pools are the membership of each pool, by name."""
+        """Args: pools are the membership of each pool, by name; there may be more later. are_named adds the label also to a single
+        one."""
         self._pools, self._journal, self._num_parked = pools, journal, num_parked
-        self._model_name = model_name
+        self._model_name, self._are_named = model_name, are_named
 
     def describe(self) -> list[Metric]:
         """Return no families: registering must not compute them."""
@@ -123,7 +130,7 @@ class MembershipMetrics(Collector):  # type: ignore[misc]
         yield from self._ranks()
 
     def _of_pools(self) -> Iterator[Metric]:
-        has_several = len(self._pools) > 1
+        has_several = self._are_named or len(self._pools) > 1
         for name, text, value_of in (
             ("wideep:epoch", "Membership changes since the start.", lambda epochs: epochs.number),
             ("wideep:members", "Ranks in the current epoch.", lambda epochs: len(epochs.members)),

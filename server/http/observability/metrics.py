@@ -6,7 +6,7 @@ layer) and the ranks' reports. Every series exists from the start, so that it re
 
 import asyncio
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # by level of sle
 
 
 LABELS = ("model_name", "engine")  # a rank's engine is its number
+_Bind = Callable[[str], Mapping[Any, Any]]  # returns the series of a rank
 # vLLM's boundaries, so that the service-level targets of dashboards coincide with one.
 TTFT_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640,
@@ -59,7 +60,18 @@ class Families:
 
     def __init__(self, registry: CollectorRegistry, model_name: str, num_ranks: int) -> None:
         self.registry, self.model_name = registry, model_name
-        self.ranks = [str(rank) for rank in range(num_ranks)]
+        self._ranks: list[str] = []
+        self._bound: list[
+            tuple[dict[Any, Any], _Bind]
+        ] = []  # the made families, and how they get the series of a rank
+        self.grow(num_ranks)
+
+    def grow(self, num_ranks: int) -> None:
+        """Have series for this many ranks from now on."""
+        for rank in map(str, range(len(self._ranks), num_ranks)):
+            self._ranks.append(rank)
+            for series, bind in self._bound:
+                series.update(bind(rank))
 
     def gauge(self, name: str, text: str, prefix: str = "vllm") -> dict[str, Any]:
         """Return a gauge per rank."""
@@ -87,15 +99,20 @@ class Families:
     ) -> dict[tuple[str, str], Any]:
         """Return a family with an additional label, by rank and label value. Every series exists from the start."""
         family = kind(f"vllm:{name}", text, (*LABELS, label), registry=self.registry)
-        return {
-            (rank, value): family.labels(self.model_name, rank, value)
-            for rank in self.ranks
-            for value in values
-        }
+        return self._series(
+            lambda rank: {(rank, value): family.labels(self.model_name, rank, value) for value in values}
+        )
 
     def _per_rank(self, family: Any) -> dict[str, Any]:
         """Bind a family to each rank once, because looking up labels costs more than counting."""
-        return {rank: family.labels(self.model_name, rank) for rank in self.ranks}
+        return self._series(lambda rank: {rank: family.labels(self.model_name, rank)})
+
+    def _series(self, bind: _Bind) -> dict[Any, Any]:
+        series: dict[Any, Any] = {}
+        self._bound.append((series, bind))
+        for rank in self._ranks:
+            series.update(bind(rank))
+        return series
 
 
 PROBES = frozenset({"/health", "/metrics", "/ping", "/version", "/load"})  # would outnumber clients' requests
@@ -273,6 +290,12 @@ class Metrics:
             [reason.value for reason in FinishReason],
         )
 
+    def grow(self, num_ranks: int) -> None:
+        """Have series for this many ranks from now on."""
+        self._families.grow(num_ranks)
+        self.tiers.grow(num_ranks)
+        self.note_sleep(self._sleep_level)
+
     def add(self, collector: Collector) -> None:
         """Export a collector's families as well. It is called in the event loop, because it reads the loop's state."""
         self._collectors.append(collector)
@@ -314,6 +337,7 @@ class Metrics:
 
     def note_sleep(self, level: int) -> None:
         """Record the level of sleep of all ranks; 0 if they are awake."""
+        self._sleep_level = level
         for (_, state), series in self._sleep_states.items():
             series.set(state == _SLEEP_STATES[level])
 

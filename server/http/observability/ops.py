@@ -25,6 +25,7 @@ from server.http.observability.metrics import Metrics
 from server.http.observability.throughput import Throughput
 from server.http.observability.tiers import TierTotals
 from server.http.routes import new_router
+from server.options.pools import Role
 
 
 def ops_routes(version: str, registry: Metrics, why_not_ready: Callable[[], str | None]) -> APIRouter:
@@ -91,15 +92,16 @@ def membership_routes(
     tiers: TierTotals,
     drains: Callable[[], Sequence[Drain]],
     sleep_mode: SleepMode,
+    roles: Callable[[], Mapping[str, Role]],
 ) -> APIRouter:
-    """Return the route of /v1/fault_tolerance/status."""
+    """Return the route of /v1/fault_tolerance/status. `roles` returns the present roles of pools, by name."""
     router = new_router()
 
     async def show_status() -> dict[str, Any]:
-        """Return the serving ranks, the missing ranks with reason and time, draining ranks, pools, sleep mode, the tiers of the KV
-        cache, and past events.
+        """Return the serving ranks, the missing ranks with reason and time, draining ranks, pools with their roles, sleep mode, the
+        tiers of the KV cache, and past events.
         """
-        status = status_of(pools, time.monotonic(), time.time(), drains())
+        status = status_of(pools, time.monotonic(), time.time(), drains(), roles=roles())
         level, is_waking, seconds = sleep_mode.state
         sleep = {"level": level, "waking": is_waking, "seconds": round(seconds, 3)}
         told = {"sleep": sleep, "tiers": tiers.to_json(), "events": events.to_json()}
@@ -110,14 +112,21 @@ def membership_routes(
 
 
 def status_of(
-    pools: Mapping[str, Epochs], now_s: float, now_unix_s: float, drains: Sequence[Drain] = ()
+    pools: Mapping[str, Epochs],
+    now_s: float,
+    now_unix_s: float,
+    drains: Sequence[Drain] = (),
+    *,
+    roles: Mapping[str, Role] | None = None,
 ) -> dict[str, Any]:
     """Return the ranks' state as JSON, of the service and of each pool.
 
     Args:
         pools: The membership of each pool, by name.
         now_s: The present, on the monotonic clock. `now_unix_s`: The same in seconds since 1970.
+        roles: The present roles of pools, by name. None: every pool has the role both.
     """
+    roles = dict.fromkeys(pools, Role.BOTH) if roles is None else roles
     every = list(pools.values())
     missing = [
         {
@@ -147,7 +156,7 @@ def status_of(
         "losses": sum(sum(epochs.num_losses.values()) for epochs in every),
         "total_engines": sum(epochs.num_ranks for epochs in every),
         "engines": [_engine(epochs, rank) for epochs in every for rank in epochs.ranks],
-        "pools": [_pool(name, epochs) for name, epochs in pools.items()],
+        "pools": [_pool(name, roles[name], epochs) for name, epochs in pools.items()],
     }
 
 
@@ -161,9 +170,10 @@ def phase_of(pools: Sequence[Epochs]) -> Phase:
     )
 
 
-def _pool(name: str, epochs: Epochs) -> dict[str, Any]:
+def _pool(name: str, role: Role, epochs: Epochs) -> dict[str, Any]:
     return {
         "pool": name,
+        "role": role.value,
         "ranks": list(epochs.ranks),
         "phase": epochs.phase.value,
         "epoch": epochs.number,

@@ -40,6 +40,10 @@ class TierTotals(Collector):  # type: ignore[misc]
         self._last: dict[int, RankStats] = {}  # by engine, including one that may return
         self._serving: dict[int, RankFacts] = {}
 
+    def grow(self, num_ranks: int) -> None:
+        """Count for this many ranks from now on."""
+        self._totals += [defaultdict(float) for _ in range(num_ranks - len(self._totals))]
+
     def note_rank(self, facts: RankFacts) -> None:
         """Record an attached rank."""
         if facts.served is None:  # a new engine, which counts from 0

@@ -43,7 +43,7 @@ TIERS = (
     "WideEP has its own tiers for cached prefixes: --kv-offloading-size for host memory, --kv-offloading-dir and "
     "--kv-offloading-disk-size for disk"
 )
-POOLS = "use --pools prefill:1,decode:1 for separate prefill and decode ranks (docs/pools.md)"
+POOLS = "use --pools prefill:1,decode:1 for separate prefill and decode ranks, or --role with a torchrun for each pool (docs/pools.md)"
 PACE = "use --target-itl-ms, the target time between two tokens for steps with prompts"
 KERNELS = "each kind of device has one set of kernels, chosen by --device and the device's capabilities; leave it out"
 GRAPHS = (
@@ -64,7 +64,24 @@ class ForeignFlag:
     fits: Fits = NONE
     becomes: str = ""  # our flag with the same meaning
     key: str = ""  # the key that it sets in that flag's JSON; if empty, it sets the whole value
-    spelled: Mapping[str, str] = field(default_factory=dict)  # values of the other program -> ours
+    spelled: Mapping[str, str | None] = field(
+        default_factory=dict
+    )  # values of the other program -> ours; None: no effect
+    # Returns our value, or raises OptionsError without the flag's name, if a value is more than one word. `spelled` describes it.
+    means: Callable[[Any], str] | None = None
+
+    def ours(self, given: Any) -> Any:
+        """Return our value for the flag's, or None if it has no effect.
+
+        Raises:
+            OptionsError: The value is not supported.
+        """
+        if self.means is None:
+            return self.spelled.get(str(given), given)
+        try:
+            return self.means(given)
+        except OptionsError as error:
+            raise OptionsError(f"{shown(self, given)}: {error}") from error
 
     @property
     def name(self) -> str:
@@ -125,11 +142,17 @@ def alias(
     key: str = "",
     *,
     takes: str = "value",
-    spelled: Mapping[str, str] | None = None,
+    spelled: Mapping[str, str | None] | None = None,
+    means: Callable[[Any], str] | None = None,
 ) -> ForeignFlag:
     """Declare a flag with the meaning of one of ours, or of one key of its JSON. Numbers are stored as numbers there."""
     return ForeignFlag(
-        names=tuple(names.split("/")), takes=takes, becomes=becomes, key=key, spelled=spelled or {}
+        names=tuple(names.split("/")),
+        takes=takes,
+        becomes=becomes,
+        key=key,
+        spelled=spelled or {},
+        means=means,
     )
 
 

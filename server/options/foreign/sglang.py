@@ -29,7 +29,7 @@ from server.options.foreign.flags import (
 )
 
 _BALANCES = "use --eplb-config to balance experts: "
-_ROLES = f"one command starts the ranks of all roles; {POOLS}"
+_ROLES = f"the transfer between pools has no such setting; {POOLS}"
 
 
 def _are_all_ranks(given: object, said: Said) -> bool:
@@ -192,11 +192,13 @@ _STEPS = (
         switches="--disable-cuda-graph-padding --disable-prefill-cuda-graph --disable-decode-cuda-graph "
         "--enable-profile-cuda-graph --enable-piecewise-cuda-graph",
     ),
+    alias("--disaggregation-mode", "--role", spelled={"null": None, "prefill": "prefill", "decode": "decode"}),
     *harmless(
-        "without --pools, every rank runs prompts and decodes", fits=of("null"), otherwise=_ROLES, values="--disaggregation-mode",
+        "the front knows all pools, and blocks go through the node's host memory or a TCP connection",
+        values="--disaggregation-transfer-backend --disaggregation-bootstrap-port",
     ),
     *refused(
-        _ROLES, values="--disaggregation-transfer-backend --disaggregation-bootstrap-port --disaggregation-ib-device "
+        _ROLES, values="--disaggregation-ib-device "
         "--disaggregation-decode-tp --disaggregation-decode-dp --disaggregation-prefill-pp --num-reserved-decode-tokens "
         "--disaggregation-decode-polling-interval --disaggregation-decode-extra-slots --pdlb-url",
         switches="--disaggregation-decode-enable-offload-kvcache --disaggregation-decode-enable-radix-cache --enable-pdmux",

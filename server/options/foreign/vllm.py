@@ -6,6 +6,7 @@
 import json
 from typing import Any
 
+from server.options.flag import OptionsError
 from server.options.foreign.flags import (
     DRAFTS,
     GENERATES,
@@ -16,7 +17,6 @@ from server.options.foreign.flags import (
     NO_HALVES,
     NO_SLEEP,
     PACE,
-    POOLS,
     SLEEPS,
     TEXT,
     TEXT_ONLY,
@@ -29,6 +29,46 @@ from server.options.foreign.flags import (
     of,
     refused,
 )
+
+_TRANSFER_ROLES = {"kv_producer": "prefill", "kv_consumer": "decode"}
+# Connectors between engines. Others keep blocks, which WideEP's tiers do.
+_TRANSFERS = {
+    *("NixlConnector", "NixlPullConnector", "NixlPushConnector", "MooncakeConnector", "MoRIIOConnector", "P2pNcclConnector"),
+}  # fmt: skip
+# Settings of the connection between two engines. The front connects pools.
+_OF_CONNECTION = {
+    *("engine_id", "kv_buffer_device", "kv_buffer_size", "kv_rank", "kv_parallel_size", "kv_ip", "kv_port"),
+}  # fmt: skip
+
+
+def _role_of_transfer(given: Any) -> str:
+    """Return the role of a pool with this --kv-transfer-config, as JSON or a mapping."""
+    try:
+        config = json.loads(given) if isinstance(given, str) else given
+    except ValueError as error:
+        raise OptionsError(f"it is not JSON ({error})") from error
+    if not isinstance(config, dict):
+        raise OptionsError("it must be a JSON object")
+    role, connector = config.get("kv_role"), config.get("kv_connector")
+    if connector not in _TRANSFERS:
+        raise OptionsError(
+            f"kv_connector is {connector!r}, which does not connect a prefill to a decode engine ({', '.join(sorted(_TRANSFERS))} "
+            f"do); {TIERS}"
+        )
+    if role not in _TRANSFER_ROLES:
+        raise OptionsError(
+            f"kv_role is {role!r}, which leaves the part to a proxy; give the part of each request that this pool runs: --role prefill "
+            "or --role decode"
+        )
+    if (policy := config.get("kv_load_failure_policy", "recompute")) != "recompute":
+        raise OptionsError(f"kv_load_failure_policy is {policy!r}; blocks that fail are always recomputed")
+    known = {"kv_connector", "kv_role", "kv_load_failure_policy", *_OF_CONNECTION}
+    if unknown := sorted(config.keys() - known):
+        raise OptionsError(
+            f"{', '.join(unknown)}: the transfer between pools has no such setting; leave it out"
+        )
+    return _TRANSFER_ROLES[role]
+
 
 _NODES = (
     "on several nodes, start the ranks with torchrun on each node: `torchrun --nnodes N --nproc-per-node GPUS ... "
@@ -255,8 +295,9 @@ _CACHE = (
         MEMORY, values="--offload-backend --offload-num-in-group --offload-prefetch-step",
         lists="--cpu-offload-params --offload-params",
     ),
-    *refused(
-        f"one command starts all ranks, and they transfer KV blocks without a connector; {POOLS}", values="--kv-transfer-config"
+    alias(
+        "--kv-transfer-config", "--role", means=_role_of_transfer,
+        spelled={f'"kv_role": "{theirs}"': ours for theirs, ours in _TRANSFER_ROLES.items()},
     ),
     *refused(
         "changes of the KV cache are not published, and weights do not change while a service runs; leave it out",

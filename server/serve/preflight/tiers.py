@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from scheduler.policy.config import EngineSettings
-from server.options.pools import have_roles, read_pools
+from server.options.pools import have_roles
 from server.options.table import Options
 from server.serve.preflight.memory import gib, total_bytes
 from server.serve.preflight.model import PreflightError
@@ -26,8 +26,7 @@ def with_hand_over(options: Options, *, machine_bytes: int | None = None) -> Opt
     Args:
         machine_bytes: Memory of the machine. None measures it.
     """
-    is_needed = options.pools is not None and have_roles(read_pools(options.pools))
-    if not is_needed or options.engine.kv_offloading_bytes:
+    if not have_roles(options.pools_among(options.given_ranks or 1)) or options.engine.kv_offloading_bytes:
         return options
     machine_bytes = total_bytes() if machine_bytes is None else machine_bytes
     return options.with_engine(kv_offloading_bytes=int(machine_bytes * HAND_OVER_SHARE))

@@ -3,6 +3,8 @@
 A joining node runs its own torchrun, with its own ranks and store. --join is the address of the service's store. The
 engine on the front's node has written there, under a name that is independent of torchrun runs, the prefix under which the
 service's ranks meet and the front's address. The front assigns the ranks.
+
+A worker that brings a pool may start before the service, so it waits for it. Any other worker joins a running service.
 """
 
 import json
@@ -15,18 +17,22 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import Store, TCPStore
 
-from server.link.messages import Claim, Claimed
+from server.link.messages import Claim, Claimed, PoolClaim
 from server.link.rank_link import LinkError, claim
 from server.link.seal import SAME_KEY
 from server.machine.lines import say
 from server.machine.parent_death import die_with_parent
 from server.options.checks import read_cluster_key
 from server.options.flag import OptionsError
+from server.options.pools import Role, pool_to_text
 from server.serve.store.signed_store import SignedStore, UnsignedError
 
 SERVICE_KEY = "wideep/service"
 STORE_TIMEOUT_S = 20.0
 PLACE_TIMEOUT_S = 60.0  # for the service to notice that a node has just gone
+SERVICE_TIMEOUT_S = (
+    600.0  # for a service that starts together with this torchrun; torchrun waits as long for nodes
+)
 RETRY_S = 0.5
 
 
@@ -34,22 +40,40 @@ class ClaimError(RuntimeError):
     """The service has no free rank for this worker; the message gives the reason."""
 
 
+class NoServiceError(ClaimError):
+    """No service answers at the endpoint. It may be starting."""
+
+
 def run_claim(words: Sequence[str]) -> int:
-    """Print the worker's place as JSON. The arguments are HOST:PORT of the service's store, the claim's fields, and
-    optionally the cluster key's file."""
+    """Print the worker's place as JSON. The arguments are HOST:PORT of the service's store, the cluster key's file or "", and
+    the fields of `Claim`, those of `PoolClaim` last."""
     die_with_parent()
-    endpoint, node, local_rank, num_ranks, *key_file = words
+    endpoint, key_file, node, local_rank, num_ranks, *pool = words
     try:
-        key = read_cluster_key(Path(key_file[0])) if key_file else None
-        service = find_service(endpoint, key)
-        asked = Claim(node, int(local_rank), int(num_ranks))
+        key = read_cluster_key(Path(key_file)) if key_file else None
+        service = await_service(
+            lambda: find_service(endpoint, key), timeout_s=SERVICE_TIMEOUT_S if pool else 0.0
+        )
+        asked = Claim(node, int(local_rank), int(num_ranks), _pool_claim(pool) if pool else None)
         address, token = service["front"]["ranks_address"], service["front"]["token"]
-        given = await_place(lambda: claim(address, token, asked, STORE_TIMEOUT_S, cluster_key=key))
+        timeout_s = PLACE_TIMEOUT_S if pool else STORE_TIMEOUT_S  # a front that starts answers late
+        given = await_place(lambda: claim(address, token, asked, timeout_s, cluster_key=key))
     except (ClaimError, LinkError, OptionsError) as error:
         say(f"cannot join the service at {endpoint}: {error}", error=True)
         return 1
-    print(json.dumps({**given._asdict(), "run_id": service["run_id"], "restarts": service["restarts"]}))
+    assert given.pool is not None, "a rank has a pool"
+    answer = {
+        **{name: getattr(given, name) for name in ("rank", "world_size", "num_restarts")},
+        "pool": pool_to_text(given.pool),
+        **{name: service[name] for name in ("run_id", "restarts")},
+    }
+    print(json.dumps(answer))
     return 0
+
+
+def _pool_claim(words: Sequence[str]) -> PoolClaim:
+    name, role, run, rank, num_ranks = words
+    return PoolClaim(name, Role(role), run, int(rank), int(num_ranks))
 
 
 def publish_service(store: Store, front: Mapping[str, str], environment: Mapping[str, str]) -> None:
@@ -75,7 +99,7 @@ def find_service(endpoint: str, key: bytes | None) -> dict[str, Any]:
             timeout=timedelta(seconds=STORE_TIMEOUT_S),
         )
         if not store.check([SERVICE_KEY]):
-            raise ClaimError(
+            raise NoServiceError(
                 "a store answers, but it has no service; check that the address is the service's --rdzv-endpoint"
             )
         signed = store if key is None else SignedStore(store, key)
@@ -86,7 +110,29 @@ def find_service(endpoint: str, key: bytes | None) -> dict[str, Any]:
         raise ClaimError(f"the service has a cluster key, but this node does not; {SAME_KEY}") from error
     except dist.DistError as error:
         said = str(error).splitlines()[0]
-        raise ClaimError(f"no store answers within {STORE_TIMEOUT_S:g} s ({said})") from error
+        raise NoServiceError(f"no store answers within {STORE_TIMEOUT_S:g} s ({said})") from error
+
+
+def await_service(
+    find: Callable[[], dict[str, Any]],
+    *,
+    timeout_s: float,
+    clock: Callable[[], float] = time.monotonic,
+    pause: Callable[[float], None] = time.sleep,
+) -> dict[str, Any]:
+    """Look for a service until there is one.
+
+    Raises:
+        ClaimError: There was none in time, or it cannot be joined.
+    """
+    until_s = clock() + timeout_s
+    while True:
+        try:
+            return find()
+        except NoServiceError:
+            if clock() >= until_s:
+                raise
+        pause(RETRY_S)
 
 
 def await_place(

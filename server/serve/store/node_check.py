@@ -90,14 +90,22 @@ def check_nodes_together(
     environment: Mapping[str, str],
     *,
     pools: str | None = None,
+    may_grow: bool = False,
 ) -> None:
     """Compare this node with the others and test the links, at the start. Collective among the nodes' first ranks.
+
+    Args:
+        may_grow: Whether torchruns may add pools, so that a single node leaves its facts for them.
 
     Raises:
         NodesDifferError: Nodes do not match; the message names them and a remedy.
         DistStoreError: A node did not arrive within the store's timeout.
     """
-    if place.local_rank or place.world_size == place.local_world_size:
+    is_alone = place.world_size == place.local_world_size
+    if place.local_rank or (is_alone and not may_grow):
+        return
+    if is_alone:
+        store.set(_AGREED, json.dumps({**facts_to_compare(model, key), "pools": pools}))
         return
     meeting = StoreMeeting(store, place, host)
     facts = {**facts_to_compare(model, key), "pools": pools}
@@ -111,16 +119,28 @@ def check_nodes_together(
 
 
 def check_newcomer(
-    store: Store, place: Place, model: Path, key: bytes | None, host: str, *, pools: str | None = None
+    store: Store,
+    place: Place,
+    model: Path,
+    key: bytes | None,
+    host: str,
+    *,
+    pools: str | None = None,
+    has_own_pool: bool = False,
 ) -> None:
     """Compare a joining node with the facts on which the first nodes agreed. Local.
+
+    Args:
+        has_own_pool: Whether the node is a pool, of a service that is perhaps still starting. The first nodes may have --pools.
 
     Raises:
         NodesDifferError: The node does not match.
     """
-    if place.local_rank or not store.check([_AGREED]):
+    if place.local_rank or not (has_own_pool or store.check([_AGREED])):
         return
     agreed, own = json.loads(store.get(_AGREED)), {**facts_to_compare(model, key), "pools": pools}
+    if has_own_pool:
+        own["pools"] = agreed["pools"]
     _refuse(compare(["the service", f"{host} (rank {place.rank})"], [agreed, own]), tells=True)
 
 

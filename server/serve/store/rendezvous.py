@@ -18,8 +18,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from server.options.pools import Pool, Role, pool_from_text, pool_of
+from server.options.table import Options
 from server.serve.store.meeting import Endpoint
 
+POOL_VARIABLE = "WIDEEP_POOL"  # the pool that a running service assigned to this torchrun
 NODE_VARIABLE = "WIDEEP_NODE"  # for engines: identifies the torchrun that started them
 RESTARTS_VARIABLE = "WIDEEP_RESTARTS"  # for engines: number of restarts of this rank's engine
 _C10D_PORT = 29400  # torchrun's default for an endpoint without a port
@@ -42,6 +45,15 @@ class Place:
     local_world_size: int  # ranks on this node
     master_addr: str
     master_port: int
+    pool: Pool | None = None  # as assigned by a running service. None: the options determine it
+
+    def pool_in(self, options: Options) -> Pool:
+        """Return the pool of this worker's rank.
+
+        Raises:
+            OptionsError: --pools has another number of ranks.
+        """
+        return self.pool or pool_of(options.pools_among(self.world_size), self.rank)
 
 
 def place_from(environment: Mapping[str, str] = os.environ) -> Place:
@@ -57,6 +69,7 @@ def place_from(environment: Mapping[str, str] = os.environ) -> Place:
         local_world_size=_number(environment, "LOCAL_WORLD_SIZE"),
         master_addr=environment.get("MASTER_ADDR", ""),
         master_port=_number(environment, "MASTER_PORT"),
+        pool=pool_from_text(environment[POOL_VARIABLE]) if POOL_VARIABLE in environment else None,
     )
     if not place.master_addr:
         raise PlaceError(_missing("MASTER_ADDR"))
@@ -85,19 +98,32 @@ def _missing(name: str) -> str:
     )
 
 
-def front_host(place: Place, agent_pid: int, environment: Mapping[str, str] = os.environ) -> str | None:
+def front_host(
+    place: Place, agent_pid: int, environment: Mapping[str, str] = os.environ, *, may_grow: bool = False
+) -> str | None:
     """Return the host name by which other nodes reach this node if the front runs here, otherwise None.
 
     Args:
         place: This worker's place.
         agent_pid: Pid of the torchrun agent, this worker's parent.
         environment: The worker's environment, which contains the agent's PET_ variables.
+        may_grow: Whether other torchruns may add pools.
 
     Returns:
         "127.0.0.1" if the service has only one node.
+
+    Raises:
+        PlaceError: Other torchruns cannot find this one, because its rendezvous endpoint has no fixed port.
     """
-    if place.world_size == place.local_world_size:
+    if place.world_size == place.local_world_size and not may_grow:
         return "127.0.0.1"
+    if may_grow:
+        endpoint = rendezvous_endpoint(_command_line(agent_pid), environment)
+        if endpoint is None or not endpoint.port:
+            raise PlaceError(
+                "other torchruns join a service with --pool at its rendezvous endpoint; give torchrun --rdzv-backend wideep "
+                "--rdzv-endpoint HEAD:29400, with a name or address of this node that the others can reach"
+            )
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # not torchrun, so no agent listens
         return place.master_addr if place.rank == place.local_rank else None
     endpoint = rendezvous_endpoint(_command_line(agent_pid), environment)
@@ -118,25 +144,56 @@ class Joined(NamedTuple):
     variables: dict[str, str]  # the same place for the engine, as torchrun's variables
 
 
+class WantedPool(NamedTuple):
+    """The pool that a joining torchrun is."""
+
+    name: str
+    role: Role
+    run: str  # identifies the torchrun; shared by the workers of all its nodes
+
+
+def wanted_pool(
+    options: Options, place: Place, node: str, environment: Mapping[str, str] = os.environ
+) -> WantedPool | None:
+    """Return the pool of --pool and --role, or None without them.
+
+    Args:
+        place: This worker's place in its own torchrun. node: Its `node_name`.
+    """
+    if not options.has_own_pool:
+        return None
+    run_id, restarts = (environment.get(f"TORCHELASTIC_{name}", "0") for name in ("RUN_ID", "RESTART_COUNT"))
+    has_one_node = place.world_size == place.local_world_size  # its store's address may then be localhost
+    run = node if has_one_node else f"{run_id}/{restarts}@{place.master_addr}:{place.master_port}"
+    return WantedPool(options.pool_name, options.pool_role, run)
+
+
 def join_service(
-    endpoint: str, place: Place, node: str, command: Sequence[str], key_file: str | None
+    endpoint: str,
+    place: Place,
+    node: str,
+    command: Sequence[str],
+    key_file: str | None,
+    pool: WantedPool | None = None,
 ) -> Joined:
     """Claim a rank of a running service.
 
     Args:
         endpoint: The service's rendezvous endpoint. place: This worker's place in its own torchrun.
         command: Command that runs `server.serve.store.claim`, which needs torch.
+        pool: The pool that this torchrun is. None: it takes the place of a lost node.
 
     Raises:
         PlaceError: The service has no rank for this worker; the message gives the reason.
     """
-    if place.world_size != place.local_world_size:
+    if pool is None and place.world_size != place.local_world_size:
         raise PlaceError(
             f"--join needs a torchrun of one node; this one has {place.world_size} workers, {place.local_world_size} of "
-            "them here. Run one torchrun with --nnodes 1 on each joining node"
+            "them here. Run one torchrun with --nnodes 1 on each joining node, or name a new pool with --pool"
         )
-    words = [endpoint, node, str(place.local_rank), str(place.local_world_size)]
-    words += [key_file] if key_file else []
+    words = [endpoint, key_file or "", node, str(place.local_rank), str(place.local_world_size)]
+    if pool is not None:
+        words += [pool.name, pool.role.value, pool.run, str(place.rank), str(place.world_size)]
     asked = subprocess.run([*command, *words], capture_output=True, text=True, check=False)
     if asked.returncode:
         said = asked.stderr.strip().splitlines()
@@ -149,6 +206,7 @@ def join_service(
         world_size=given["world_size"],
         master_addr=host.strip("[]"),
         master_port=int(port),
+        pool=pool_from_text(given["pool"]),
     )
     variables = {
         "RANK": str(place.rank),
@@ -158,6 +216,7 @@ def join_service(
         "TORCHELASTIC_RUN_ID": given["run_id"],
         "TORCHELASTIC_RESTART_COUNT": given["restarts"],
         RESTARTS_VARIABLE: str(given["num_restarts"]),
+        POOL_VARIABLE: given["pool"],
     }
     return Joined(place, variables)
 

@@ -11,10 +11,20 @@ from typing import Any, NamedTuple
 
 from kvcache.paged_cache import BLOCK_TOKENS
 from scheduler.policy.state_tables import STATES_OF_ONE
+from server.options.pools import Role
 from server.options.table import Options
 from server.serve.preflight.device import DEFAULT_LIMITS
 from server.tools.size.costs.device_table import Device
-from server.tools.size.costs.estimate import Estimate, Workload, balancedness, estimate
+from server.tools.size.costs.estimate import (
+    Estimate,
+    PromptCost,
+    Workload,
+    balancedness,
+    estimate,
+    estimate_decodes,
+    estimate_prompts,
+    prompt_cost,
+)
 from server.tools.size.costs.fit import (
     RankMemory,
     SizeError,
@@ -41,6 +51,7 @@ class Deployment:
     work: Workload
     balance: float
     expected: Estimate
+    busy: float | None = None  # share of the time in which a prefill pool runs prompts; None for other pools
 
     def misses(self, asked: SizeOptions) -> str | None:
         """Return the missed target. Returns None if all targets are met."""
@@ -73,6 +84,7 @@ class Sized(NamedTuple):
     chosen: Deployment
     least: Deployment | None  # the fewest ranks that meet the targets, if there are any
     replicas: tuple[Replicas, ...]
+    role: Role = Role.BOTH
 
     @property
     def num_nodes(self) -> int:
@@ -112,6 +124,7 @@ class Sized(NamedTuple):
                 "rates": dict(self.device.rates),
                 "source": self.device.source,
             },
+            "role": self.role.value,
             "ranks": chosen.num_ranks,
             "nodes": self.num_nodes,
             "memory_per_rank": chosen.memory.to_json(),
@@ -123,6 +136,23 @@ class Sized(NamedTuple):
             "ranks_for_target": None if self.least is None else self.least.num_ranks,
             "replicas": [each.to_json() for each in self.replicas],
         }
+
+
+class Fitted(NamedTuple):
+    """A number of ranks with these options, on which the model fits."""
+
+    num_ranks: int
+    options: Options  # with all limits
+    memory: RankMemory
+    room: int  # requests of the given length that a rank runs at once
+    balance: float
+    times: Roofline
+
+    @property
+    def max_batched_tokens(self) -> int:
+        """The largest number of tokens in a rank's step."""
+        assert self.options.engine.max_num_batched_tokens, "limits are filled in"
+        return self.options.engine.max_num_batched_tokens
 
 
 class Sizing:
@@ -166,22 +196,75 @@ class Sizing:
         return [self._judged(num_ranks, options) for options in self._step_sizes(num_ranks)]
 
     def _judged(self, num_ranks: int, options: Options) -> Deployment:
-        memory = rank_memory(self._model, self._device, options, num_ranks)
-        room = self._room(memory, options)
-        users = room * num_ranks if self._asked.users is None else self._asked.users
-        work = Workload(users, self._asked.input_tokens, self._asked.output_tokens)
-        balance = self._balance(num_ranks, memory.slots_per_rank, is_planned=options.enable_eplb)
-        times = Roofline(
-            self._model.costs, self._share_of(num_ranks), self._engine, slots_per_rank=memory.slots_per_rank
-        )
-        assert options.engine.max_num_batched_tokens, "limits are filled in"
+        found = self._fitted(num_ranks, options)
+        users = found.room * num_ranks if self._asked.users is None else self._asked.users
+        work = self._work(users)
         expected = estimate(
-            times, work, num_ranks=num_ranks, balance=balance, max_running=room,
-            max_batched_tokens=options.engine.max_num_batched_tokens,
+            found.times, work, num_ranks=num_ranks, balance=found.balance, max_running=found.room,
+            max_batched_tokens=found.max_batched_tokens,
         )  # fmt: skip
-        return Deployment(
-            num_ranks=num_ranks, options=options, memory=memory, work=work, balance=balance, expected=expected
+        return self._deployed(found, work, expected)
+
+    def _fitted(self, num_ranks: int, options: Options) -> Fitted:
+        memory = rank_memory(self._model, self._device, options, num_ranks)
+        return Fitted(
+            num_ranks,
+            options,
+            memory,
+            self._room(memory, options),
+            self._balance(num_ranks, memory.slots_per_rank, is_planned=options.enable_eplb),
+            Roofline(
+                self._model.costs,
+                self._share_of(num_ranks),
+                self._engine,
+                slots_per_rank=memory.slots_per_rank,
+            ),
         )
+
+    def _work(self, users: int) -> Workload:
+        return Workload(users, self._asked.input_tokens, self._asked.output_tokens)
+
+    def _deployed(
+        self, found: Fitted, work: Workload, expected: Estimate, busy: float | None = None
+    ) -> Deployment:
+        return Deployment(
+            num_ranks=found.num_ranks,
+            options=found.options,
+            memory=found.memory,
+            work=work,
+            balance=found.balance,
+            expected=expected,
+            busy=busy,
+        )
+
+    def fitted(self, num_ranks: int) -> Fitted:
+        """Return what fits on a number of ranks, with steps of the default size if no size is given.
+
+        Raises:
+            SizeError: As for `deployment`.
+        """
+        return self._fitted(num_ranks, next(self._step_sizes(num_ranks)))
+
+    def decodes(self, found: Fitted, users: int) -> Deployment:
+        """Estimate a decode pool with this number of users that receive tokens."""
+        work = self._work(users)
+        expected = estimate_decodes(
+            found.times, work, num_ranks=found.num_ranks, balance=found.balance, max_running=found.room
+        )
+        return self._deployed(found, work, expected)
+
+    def prompt_cost(self, found: Fitted) -> PromptCost:
+        """Return the cost of prompts on a prefill pool."""
+        return prompt_cost(
+            found.times, self._work(1), num_ranks=found.num_ranks, balance=found.balance,
+            max_batched_tokens=found.max_batched_tokens,
+        )  # fmt: skip
+
+    def prompts(self, found: Fitted, cost: PromptCost, prompts_per_s: float) -> Deployment:
+        """Estimate a prefill pool. `cost` is that of `prompt_cost`."""
+        expected = estimate_prompts(cost, self._work(1), prompts_per_s, num_ranks=found.num_ranks)
+        users = math.ceil(prompts_per_s * expected.ttft_s)
+        return self._deployed(found, self._work(users), expected, prompts_per_s / cost.most_per_s)
 
     def _balance(self, num_ranks: int, slots_per_rank: int, *, is_planned: bool) -> float:
         key = (num_ranks, slots_per_rank, is_planned)

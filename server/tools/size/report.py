@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from expert_placement.config import EplbConfig
-from server.options.pools import Pool
+from server.options.pools import Pool, Role
 from server.serve.preflight.kv_share import GPU_SHARE, KV_SHARE
 from server.tools.size.costs.device_table import Device
 from server.tools.size.costs.estimate import KEPT_BALANCE, LOAD_SPREAD, Estimate
@@ -36,7 +36,7 @@ def _estimates(sized: Sized, asked: SizeOptions) -> str:
         _memory(sized),
         _load(sized, asked),
         _targets(sized, asked),
-        _against_replicas(sized.chosen, sized.replicas),
+        _against_replicas(sized.chosen, sized.replicas) if sized.role is Role.BOTH else "",
     ]
     return "\n\n".join(part for part in parts if part)
 
@@ -60,12 +60,24 @@ def pools_text(pools: Mapping[Pool, Sized], asked: SizeOptions) -> str:
     total = _totals(pools)
     parts += [
         f"== all {len(pools)} pools ==\n{_ranks(total['ranks'])}, {total['kv_tokens']:,} tokens of KV cache, "
-        f"{total['running']:,} requests at once, {total['output']:,.0f} output tokens per second. Each pool counts as if it "
-        "ran prompts and decodes; `wideep simulate` separates them",
+        f"{total['running']:,} requests at once, {total['output']:,.0f} output tokens per second{_bottleneck(pools)}",
         "start it with\n" + _command(first, pools),
         "assumed\n" + "\n".join(f"  {line}" for line in _assumptions(first)),
     ]
     return "\n\n".join(parts)
+
+
+def _bottleneck(pools: Mapping[Pool, Sized]) -> str:
+    """Return what limits pools with roles, as the end of a sentence."""
+    busy = max((sized.chosen.busy or 0.0 for sized in pools.values()), default=0.0)
+    if not busy:
+        return ""
+    decodes = [sized.chosen for sized in pools.values() if sized.role is Role.DECODE]
+    if busy >= 1:
+        return "; the prefill pools limit them: give prompts more ranks"
+    if any(each.expected.waiting_users for each in decodes):
+        return "; the KV cache of the decode pools limits them: give decodes more ranks"
+    return f"; the prefill pools are busy {busy:.0%} of the time"
 
 
 def pools_json(pools: Mapping[Pool, Sized], asked: SizeOptions) -> dict[str, Any]:
@@ -88,7 +100,9 @@ def _totals(pools: Mapping[Pool, Sized]) -> dict[str, Any]:
         "ranks": sum(each.num_ranks for each in chosen),
         "kv_tokens": sum(each.memory.kv_tokens * each.num_ranks for each in chosen),
         "running": sum(
-            min(each.work.users, each.expected.running_per_rank * each.num_ranks) for each in chosen
+            min(each.work.users, each.expected.running_per_rank * each.num_ranks)
+            for each in chosen
+            if each.busy is None  # others generate only the first token
         ),
         "output": sum(each.expected.output_per_rank * each.num_ranks for each in chosen),
     }
@@ -186,17 +200,64 @@ def _tiers(sized: Sized) -> Iterator[str]:
 
 
 def _load(sized: Sized, asked: SizeOptions) -> str:
+    return {Role.BOTH: _load_of_both, Role.PREFILL: _load_of_prefill, Role.DECODE: _load_of_decode}[
+        sized.role
+    ](sized, asked)
+
+
+def _step(chosen: Deployment) -> str:
+    step, ms = chosen.expected.step, 1000
+    return (
+        f"takes {ms * step.total_s:.2f} ms: {ms * step.attention_s:.2f} attention and the rank's own weights, "
+        f"{ms * step.experts_s:.2f} experts (balancedness {chosen.balance:.2f}), {ms * step.dispatch_s:.2f} dispatch, "
+        f"{ms * step.other_s:.2f} output projection and host"
+    )
+
+
+def _load_of_prefill(sized: Sized, asked: SizeOptions) -> str:
+    chosen, expected = sized.chosen, sized.chosen.expected
+    prompts_per_s = expected.input_per_rank * chosen.num_ranks / chosen.work.input_tokens
+    return "\n".join(
+        (
+            f"under a steady load: {prompts_per_s:,.1f} prompts per second of {chosen.work.input_tokens:,} tokens; the pool is "
+            f"busy {chosen.busy or 0.0:.0%} of the time",
+            f"  a step with {expected.prefill_per_step:,.0f} prompt tokens per rank {_step(chosen)}",
+            f"  a rank holds {expected.running_per_rank} requests; its KV cache has room for "
+            f"{chosen.memory.kv_tokens // chosen.work.input_tokens:,} such prompts, and keeps prefixes in the rest",
+            f"  time to the first token {1000 * expected.ttft_s:,.0f} ms",
+            f"  input tokens per second: {expected.input_per_rank:,.0f} per rank, "
+            f"{expected.input_per_rank * chosen.num_ranks:,.0f} in total",
+        )
+    )
+
+
+def _load_of_decode(sized: Sized, asked: SizeOptions) -> str:
+    chosen, expected = sized.chosen, sized.chosen.expected
+    waiting = f"; {expected.waiting_users} users wait for room" if expected.waiting_users else ""
+    output = expected.output_per_rank
+    return "\n".join(
+        (
+            f"under a steady load: {chosen.work.users:,} answers at once, with {chosen.work.input_tokens:,} tokens of prompt and "
+            f"{chosen.work.output_tokens:,} of answer",
+            f"  a step {_step(chosen)}",
+            f"  a rank runs {expected.running_per_rank} requests, without prompts{waiting}",
+            f"  time per output token {1000 * expected.tpot_s:.1f} ms",
+            f"  output tokens per second: {output:,.0f} per rank, {sized.output_per_node:,.0f} per node, "
+            f"{output * chosen.num_ranks:,.0f} in total",
+        )
+    )
+
+
+def _load_of_both(sized: Sized, asked: SizeOptions) -> str:
     chosen = sized.chosen
-    work, expected, step = chosen.work, chosen.expected, chosen.expected.step
+    work, expected = chosen.work, chosen.expected
     fits = " (as many as fit)" if asked.users is None else ""
     output, ms = expected.output_per_rank, 1000
     waiting = f"; {expected.waiting_users} users wait for room" if expected.waiting_users else ""
     return "\n".join(
         (
             f"under a steady load: {work.users:,} users{fits}, {work.input_tokens:,} tokens in, {work.output_tokens:,} out",
-            f"  a step takes {ms * step.total_s:.2f} ms: {ms * step.attention_s:.2f} attention and the rank's own weights, "
-            f"{ms * step.experts_s:.2f} experts (balancedness {chosen.balance:.2f}), {ms * step.dispatch_s:.2f} dispatch, "
-            f"{ms * step.other_s:.2f} output projection and host",
+            f"  a step {_step(chosen)}",
             f"  a rank runs {expected.running_per_rank} requests, with {expected.prefill_per_step:.0f} prompt tokens per step"
             f"{waiting}",
             f"  time per output token {ms * expected.tpot_s:.1f} ms, to the first token {ms * expected.ttft_s:,.0f} ms",
@@ -217,6 +278,8 @@ def _targets(sized: Sized, asked: SizeOptions) -> str:
     ]
     missed = sized.chosen.misses(asked)
     verdict = "met" if missed is None else f"missed ({missed})"
+    if sized.role is not Role.BOTH:
+        return f"target {' and '.join(wanted)}: {verdict} on {_ranks(sized.chosen.num_ranks)}"
     least = (
         "no number of ranks meets it"
         if sized.least is None
@@ -343,6 +406,8 @@ def _assumptions(sized: Sized) -> Iterator[str]:
         )
         yield f"expert loads are log-normal with sigma {LOAD_SPREAD} (as measured in TensorRT-LLM's blog 4); experts are {how}"
     yield "no prefix cache hits; requests arrive evenly; no drafts"
+    if sized.role is not Role.BOTH:
+        yield "requests are handed over at once, and the less than 16 prompt tokens that are computed again are not counted"
     if not device.is_cpu:
         yield "predictions for GPUs have not been compared with WideEP on GPUs (`wideep size --published`)"
 

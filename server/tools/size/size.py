@@ -5,12 +5,13 @@ import contextlib
 import json
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 
 from moe.families import UnsupportedModelError
 from scheduler.policy.config import ConfigError
 from server.options.flag import OptionsError
-from server.options.pools import Pool, num_ranks_of, read_pools
+from server.options.pools import Pool, Role, num_ranks_of, read_pools
 from server.options.reading import options_from_keywords
 from server.options.table import Options
 from server.serve.preflight.memory import float_bytes
@@ -23,6 +24,7 @@ from server.tools.size.deployment import Sized, Sizing
 from server.tools.size.flags import SizeOptions, served_keywords
 from server.tools.size.published import FIGURES, compare, costs_of
 from server.tools.size.report import pools_json, pools_text, published_text, size_json, size_text
+from server.tools.size.roles import Side, sides_of, size_sides
 
 _ERRORS = (
     ConfigError, OptionsError, PreflightError, SizeError, UnknownDeviceError, UnsupportedModelError,
@@ -66,7 +68,18 @@ def size_pools(args: argparse.Namespace, asked: SizeOptions) -> dict[Pool, Sized
     pools = read_pools(str(options.pools))
     if options.data_parallel_size is not None:
         raise OptionsError("--pools has the number of ranks; remove --ranks (-dp)")
-    return {pool: _size_pool(pool, num_ranks_of(pools), model, device, options, asked) for pool in pools}
+    num_ranks = num_ranks_of(pools)
+    prefill, decode, others = sides_of(pools)
+    found = {
+        pool: _size_group(
+            model, *_part_of(pool, num_ranks, device, options), _with_part_of_users(asked, [pool], num_ranks)
+        )
+        for pool in others
+    }
+    if prefill:
+        own = _with_part_of_users(asked, [*prefill, *decode], num_ranks)
+        found |= _size_sides(prefill, decode, num_ranks, model, device, options, own)
+    return {pool: found[pool] for pool in pools}
 
 
 def _read(args: argparse.Namespace) -> tuple[ReadModel, Device, Options]:
@@ -84,19 +97,58 @@ def _read(args: argparse.Namespace) -> tuple[ReadModel, Device, Options]:
     return model, device, options
 
 
-def _size_pool(
-    pool: Pool, num_ranks: int, model: ReadModel, device: Device, options: Options, asked: SizeOptions
-) -> Sized:
-    """Size a pool with its part of the users. On a CPU it also has its part of the machine, and of a tier in host memory.
+def _part_of(pool: Pool, num_ranks: int, device: Device, options: Options) -> tuple[Device, Options]:
+    """Return a pool's device and options. On a CPU it has its part of the machine, and of a tier in host memory.
 
     Args:
         num_ranks: Number of ranks of all pools.
     """
     part = device.part_for(pool.num_ranks, num_ranks - pool.num_ranks)
     tier_bytes = math.ceil(options.engine.kv_offloading_bytes * part.memory_bytes / device.memory_bytes)
-    own = replace(options, data_parallel_size=pool.num_ranks).with_engine(kv_offloading_bytes=tier_bytes)
-    users = None if asked.users is None else math.ceil(asked.users * pool.num_ranks / num_ranks)
-    return _size_group(model, part, own, asked._replace(users=users))
+    return part, replace(options, data_parallel_size=pool.num_ranks).with_engine(
+        kv_offloading_bytes=tier_bytes
+    )
+
+
+def _with_part_of_users(asked: SizeOptions, pools: Sequence[Pool], num_ranks: int) -> SizeOptions:
+    """Return the options with the part of the users that these pools have by their ranks."""
+    if asked.users is None:
+        return asked
+    return asked._replace(users=math.ceil(asked.users * num_ranks_of(pools) / num_ranks))
+
+
+def _size_sides(
+    prefill: Sequence[Pool],
+    decode: Sequence[Pool],
+    num_ranks: int,
+    model: ReadModel,
+    device: Device,
+    options: Options,
+    asked: SizeOptions,
+) -> dict[Pool, Sized]:
+    """Size pools that share requests: some run the prompts, the others generate."""
+    parts = {pool: _part_of(pool, num_ranks, device, options) for pool in (*prefill, *decode)}
+
+    def side(pools: Sequence[Pool]) -> Side:
+        seats = {}
+        for pool in pools:  # all ranks have the same limit of running requests
+            of_decode = pool.num_ranks / num_ranks_of(decode)
+            users = None if asked.users is None else math.ceil(asked.users * of_decode)
+            seats[pool] = Sizing(model, *parts[pool], asked._replace(users=users))
+        return Side.of(seats)
+
+    found = size_sides(side(prefill), side(decode), asked.users)
+    return {
+        pool: Sized(
+            model,
+            parts[pool][0],
+            deployment,
+            None,
+            (),
+            Role.PREFILL if pool in prefill else Role.DECODE,
+        )
+        for pool, deployment in found.items()
+    }
 
 
 def _size_group(model: ReadModel, device: Device, options: Options, asked: SizeOptions) -> Sized:

@@ -107,6 +107,29 @@ def test_a_load_ends_at_the_first_missing_block_and_needs_its_state(rank: Rank) 
     assert (without_state.num_loaded, without_state.has_state) == (0, False)
 
 
+def test_a_load_that_follows_another_rank_takes_blocks_as_they_are_saved(rank: Rank) -> None:
+    before = rank.record(0), rank.record(1)
+    load = LoadJob([key_of(0), key_of(1)], [5, 4], until_s=time.monotonic() + 30)
+    rank.tiers.load(load)
+    for number in (0, 1):
+        assert load.num_loaded == number
+        rank.tiers.save(SaveJob(number, key_of(number)))
+        rank.until(lambda: load.num_loaded > number)  # noqa: B023
+    rank.until(lambda: load in rank.tiers.finished())
+    assert (rank.record(5), rank.record(4)) == before
+    assert len(set(load.sources)) == 1 and load.num_loaded == 2
+
+
+def test_a_load_that_follows_another_rank_ends_when_its_time_is_over(rank: Rank) -> None:
+    rank.do(SaveJob(0, key_of(0)))
+    load = LoadJob([key_of(0), key_of(1)], [5, 4], until_s=time.monotonic() + 3600)
+    rank.tiers.load(load)
+    rank.until(lambda: load.num_loaded == 1)
+    load.until_s = 1e-9
+    rank.until(lambda: load in rank.tiers.finished())
+    assert load.num_loaded == 1
+
+
 def test_host_memory_is_used_first_and_the_disk_keeps_everything(tmp_path: Path) -> None:
     rank = Rank(disk=tmp_path / "kv")
     for number in range(3):

@@ -6,7 +6,7 @@ import pytest
 
 from kvcache.blocks import BlockPool
 from kvcache.states import StatePool
-from scheduler.policy.request import Request, RequestOutput
+from scheduler.policy.request import Expected, Request, RequestOutput
 from scheduler.policy.scheduler import Scheduler
 from scheduler.policy.tier_tables import MOST_AWAIT_S
 from tests.scheduler.policy.test_tier_tables import ask
@@ -182,3 +182,73 @@ def test_prompt_logprobs_go_with_the_first_token_and_are_not_computed_again() ->
     assert len(output.prompt_logprobs) == 32
     assert go_on(second, request, output) == 2
     assert second.num_scored == 0
+
+
+def expect(rank: PlannedRank, request: Request, now_s: float = 0.0) -> None:
+    rank.scheduler.expect(Expected(request.request_id, request), now_s)
+
+
+@pytest.mark.parametrize("states", [0, 12])
+def test_a_rank_that_expects_a_request_loads_its_blocks_while_the_other_computes_them(states: int) -> None:
+    first = rank_of_host(batched=8, states=states)
+    second = rank_of_host(other=first, states=states)
+    request = ask("r", prompt_of(33), max_tokens=5)
+    expect(second, request)
+    first.scheduler.add(replace(request, hands_over=True))
+    first.plan()
+    first.finish()
+    first.plan()  # takes back the saves of the first chunk
+    second.scheduler.collect(0.0)
+    (load,) = second.tiers._follows
+    assert load.num_loaded == 2, "blocks of the first chunk are there before the prompt has ended"
+    first.finish()
+    first.drain()
+    output = first.outputs["r"][-1]
+    assert go_on(second, request, output) == len(request.prompt_ids) + 1 - output.num_saved_tokens
+    assert not second.tiers._follows and second.pool.num_free == second.pool.num_blocks
+
+
+def test_a_request_that_does_not_come_gives_its_blocks_back_at_once() -> None:
+    first = rank_of_host()
+    second = rank_of_host(other=first)
+    expect(second, ask("r", prompt_of(33)))
+    assert second.pool.num_free == second.pool.num_blocks - 33 // BLOCK_TOKENS
+    second.scheduler.expect(Expected("other", None), 0.0)
+    second.scheduler.expect(Expected("r", None), 0.0)
+    second.scheduler.collect(0.0)
+    assert second.pool.num_free == second.pool.num_blocks and not second.scheduler.holds_blocks
+
+
+def test_no_block_is_taken_for_a_request_that_is_expected_if_half_of_them_are_in_use() -> None:
+    second = rank_of_host(num_blocks=24)
+    expect(second, ask("r", prompt_of(53)))
+    assert second.pool.num_free == 24, "13 blocks of 24"
+    expect(second, ask("s", prompt_of(49)))
+    expect(second, ask("s", prompt_of(49)))
+    assert second.pool.num_free == 12, "12 blocks, once"
+
+
+def test_an_expected_request_that_comes_early_waits_for_its_blocks_a_bounded_time() -> None:
+    first = rank_of_host(batched=8)
+    second = rank_of_host(other=first)
+    request = ask("r", prompt_of(33), max_tokens=5)
+    expect(second, request)
+    second.scheduler.add(replace(request, replayed_ids=(serve_alone(request, LENGTH)[0][0],)))
+    assert not second.plan(now_s=0.0).items, "it waits for the load that follows"
+    second.tiers.now_s = 0.1 + MOST_AWAIT_S
+    assert second.plan(now_s=0.1 + MOST_AWAIT_S).items
+    second.finish()
+    second.drain()
+    assert second.pool.num_free == second.pool.num_blocks
+
+
+def test_blocks_for_an_expected_request_are_given_back_if_another_one_needs_them() -> None:
+    second = rank_of_host(num_blocks=24)
+    expect(second, ask("r", prompt_of(49)))
+    other = ask("other", prompt_of(60), max_tokens=3)
+    second.scheduler.add(other)
+    assert not second.plan().items, "12 blocks are free"
+    assert second.plan().items
+    second.finish()
+    second.drain()
+    assert second.tokens_of("other") == serve_alone(other, LENGTH)[0]

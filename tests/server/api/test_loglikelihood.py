@@ -76,7 +76,7 @@ def answer(directory: Path, model_dir: Path, body: dict[str, Any]) -> dict[str, 
         ranks=ranks,  # type: ignore[arg-type]
         router=router,
         journal=journal,
-        moves=Moves(router, ranks, journal, num_ranks=1),
+        moves=Moves(router, ranks, journal),
         metrics=metrics,
         timeout_s=0.0,
     )

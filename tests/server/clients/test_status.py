@@ -13,6 +13,7 @@ from server.front.membership import Epochs
 from server.front.moves import Drain
 from server.http.client import ServiceClient
 from server.http.observability.ops import status_of
+from server.options.pools import Role
 
 
 def shown(monkeypatch: pytest.MonkeyPatch, answer: Any, *words: str) -> int:
@@ -67,12 +68,13 @@ def test_several_pools_have_a_line_each(
         for rank in epochs.ranks:
             epochs.attach(rank, 0.0)
     pools["decode"].lose(2, "killed", 10.0)
-    answer = {**answer_of(pools["prefill"], EventLog()), **status_of(pools, 14.0, 1000.0)}
+    roles = {"prefill": Role.PREFILL, "decode": Role.BOTH}
+    answer = {**answer_of(pools["prefill"], EventLog()), **status_of(pools, 14.0, 1000.0, roles=roles)}
     assert shown(monkeypatch, answer) == 0, "one pool serves"
     assert capsys.readouterr().out.splitlines()[:4] == [
         "serving: 3 of 4 ranks serve, epoch 1",
-        "pool prefill (rank 0): serving, 1 of 1 serve, epoch 0",
-        "pool decode (ranks 1 to 3): regrouping, 2 of 3 serve, epoch 1",
+        "pool prefill (prefill, rank 0): serving, 1 of 1 serve, epoch 0",
+        "pool decode (both, ranks 1 to 3): regrouping, 2 of 3 serve, epoch 1",
         "rank 2 is missing for 4 s: killed",
     ]
 

@@ -109,13 +109,15 @@ def test_several_pools_have_a_link_to_the_experts_of_each(
     browser.wait_for("document.body.dataset.ranks === 'whole'")
     assert browser.evaluate("document.getElementById('pools').hidden"), "a single pool needs no link"
     (pool,) = service.ranks["pools"]
-    service.ranks = {**service.ranks, "pools": [pool | {"pool": name} for name in ("prefill", "decode")]}
+    pools = [pool | {"pool": name, "role": "prefill"} for name in ("prefill", "decode")]
+    service.ranks = {**service.ranks, "pools": pools}
     browser.wait_for("!document.getElementById('pools').hidden")
-    assert text(browser, "pools") == "Experts of pool prefill · decode"
+    assert text(browser, "pools") == "Experts of pool prefill · decode (prefill)", "roles may have changed"
+    assert "decode (prefill)" in text(browser, "rank-table")
     browser.evaluate("document.querySelector('#pools a').click()")
     browser.wait_for(f"location.search === '?pool=decode' && document.body && {LIVE}")
     browser.wait_for("!document.getElementById('pools').hidden")
-    assert browser.evaluate("document.querySelector('#pools strong').innerText") == "decode"
+    assert browser.evaluate("document.querySelector('#pools strong').innerText") == "decode (prefill)"
     assert service.asked_pools[0] is None and service.asked_pools[-1] == "decode"
     assert not browser.complaints
 

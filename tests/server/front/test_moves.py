@@ -2,11 +2,13 @@
 
 import random
 from collections import Counter, deque
+from typing import Any
 
 import pytest
 
 from kvcache.blocks import BlockPool
 from scheduler.policy.request import (
+    Expected,
     FinishReason,
     MemoryOrder,
     RankStats,
@@ -22,7 +24,7 @@ from server.front.move_plans import MAX_MOVES, MOVE_GAIN_TOKENS
 from server.front.prefixes import PREFIX_CHUNK_TOKENS
 from server.front.router import Router
 from server.front.routers import FewestTokens
-from server.link.messages import Abort
+from server.link.messages import Abort, Expect
 from server.options.pools import Role
 from tests.support.engines.fake_tiers import FakeTiers
 from tests.support.models.fake_model import VOCABULARY, PlannedRank, serve_alone
@@ -299,9 +301,11 @@ class Hall:
         self._host: FakeTiers | None = None  # has the records that ranks share
         self._has_roles, self._now_s = has_roles, 0.0
         self.desk.requests._who_asks = lambda: Asker(rng.choice("pq"), rng.choice(["", "s", "t"]))
-        self.desk.ranks.submit, self.desk.ranks.post = self._submit, self._post  # type: ignore[method-assign]
+        stub: Any = self.desk.ranks
+        stub.submit, stub.post, stub.expect = self._submit, self._post, self._expect
         self.ranks: dict[int, PlannedRank] = {}
-        self.to_rank: dict[int, deque[Request | Abort | Withdraw]] = {}
+        self.to_rank: dict[int, deque[Request | Abort | Withdraw | Expected]] = {}
+        self.num_ahead = 0  # blocks that were loaded while another rank ran the prompt
         self.to_front: dict[int, deque[tuple[list[RequestOutput], RankStats]]] = {}
         self.away: set[int] = set()
         self.most_parked = 0
@@ -338,10 +342,18 @@ class Hall:
         if self.rng.random() < 0.002:
             self.lose(rank)  # also while it gets what waited for it
 
-    def _post(self, rank: int, message: Abort | Withdraw | MemoryOrder) -> None:
+    def _post(self, rank: int, message: Abort | Expect | Withdraw | MemoryOrder) -> None:
         assert not isinstance(message, MemoryOrder), "nothing sleeps here"
+        if isinstance(message, Expect):
+            if rank not in self.away:
+                self.to_rank[rank].append(Expected(message.request_id, None))
+            return
         assert rank not in self.away
         self.to_rank[rank].append(message)
+
+    def _expect(self, rank: int, request: Request, *, now_s: float) -> None:
+        if rank not in self.away:  # the first rank may be lost at once, with others
+            self.to_rank[rank].append(Expected(request.request_id, request))
 
     def step(self, rank: int) -> None:
         """Receive some messages, run a step, and send its outputs."""
@@ -352,6 +364,8 @@ class Hall:
                 if isinstance(message, Request):
                     fake.outputs.pop(message.request_id, None)
                     fake.scheduler.add(message)
+                elif isinstance(message, Expected):
+                    fake.scheduler.expect(message, self._now_s)
                 elif isinstance(message, Withdraw):
                     name, even_if_begun = message
                     outputs.append(fake.scheduler.withdraw(name, even_if_begun=even_if_begun))
@@ -360,6 +374,9 @@ class Hall:
         said = {name: len(each) for name, each in fake.outputs.items()}
         fake.collect(fake.scheduler.expire(float("-inf")))
         self._now_s += 0.05
+        if fake.tiers is not None:
+            fake.tiers.now_s = self._now_s
+            self.num_ahead += sum(load.num_loaded for load in fake.tiers._follows)
         batch = fake.plan(now_s=self._now_s)
         if batch.items:
             fake.finish()
@@ -411,6 +428,7 @@ def test_whatever_moves_is_lost_and_left_every_request_gets_its_tokens_once(
     assert all(num_moved[cause] > 15 for cause in MoveCause), num_moved
     assert sum(journal.num_replayed for journal in journals) > 5
     assert sum(hall.most_parked > 0 for hall in days) > 2, "requests waited for any rank to return"
+    assert sum(hall.num_ahead for hall in days) > 15, "blocks were loaded before their requests came"
 
 
 def run_a_day(

@@ -72,12 +72,14 @@ def test_a_service_is_ready_when_all_pools_are_and_its_status_has_each(model_dir
         front.attach(1)
         assert front.get("/health").status_code == 200
         assert status(front)["pools"] == [
-            {"pool": name, "ranks": [rank], "phase": "serving", "epoch": 0, "members": [rank]}
+            {"pool": name, "role": "both", "ranks": [rank], "phase": "serving", "epoch": 0, "members": [rank]}
             for rank, name in enumerate(POOLS)
         ]
         server = front.get("/server_info").json()
         assert (server["dp_size"], server["ep_size"]) == (2, 1)
-        assert server["pools"] == [{"pool": name, "ranks": [rank]} for rank, name in enumerate(POOLS)]
+        assert server["pools"] == [
+            {"pool": name, "role": "both", "ranks": [rank]} for rank, name in enumerate(POOLS)
+        ]
     finally:
         assert front.close()[0] == 0
 

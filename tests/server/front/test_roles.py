@@ -471,8 +471,40 @@ async def test_a_request_is_handed_over_with_its_first_token() -> None:
 
 
 @in_loop
+async def test_the_rank_that_decodes_expects_a_request_until_it_comes_or_ends() -> None:
+    desk = long_desk(P, D, names="xy")
+    assert desk.ranks.expected == [(1, "x", True), (1, "y", True)]
+    hand_over(desk, "x")
+    desk.deliver("x", "b", FinishReason.STOP)
+    assert len(desk.ranks.expected) == 2, "x has come"
+    desk.requests.deliver(0, [RequestOutput(request_id="y", token_ids=[1], finish_reason=FinishReason.STOP)])
+    assert desk.ranks.expected[2:] == [(1, "y", False)], "y has ended with its first token"
+
+
+@in_loop
+async def test_a_request_that_waits_for_a_rank_is_expected_no_more() -> None:
+    desk = long_desk(P, D)
+    desk.requests.pause()
+    desk.deliver("r", is_returned=True)
+    assert desk.requests.num_at_ranks == 0 and desk.ranks.expected == [(1, "r", True), (1, "r", False)]
+    desk.requests.resume()
+    assert desk.ranks.expected[2:] == [(1, "r", True)]
+
+
+@in_loop
+async def test_a_request_that_is_handed_over_elsewhere_is_expected_no_more() -> None:
+    desk = long_desk(P, D, D)
+    (expected_at, _, _) = desk.ranks.expected[0]
+    desk.requests.leave([expected_at])
+    hand_over(desk, "r")
+    assert desk.rank_of("r") == 3 - expected_at
+    assert desk.ranks.expected[-1] == (expected_at, "r", False)
+
+
+@in_loop
 async def test_a_rank_of_another_host_waits_for_no_blocks() -> None:
     desk = long_desk(P, D, hosts="ab")
+    assert not desk.ranks.expected
     hand_over(desk, "r", saved=640)
     assert desk.ranks.submitted[-1][1].num_awaited_tokens == 0
 

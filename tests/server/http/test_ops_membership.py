@@ -7,6 +7,7 @@ from server.front.membership import Epochs
 from server.front.readiness import why_no_change, why_not_ready, why_service_not_ready
 from server.http.observability.gauges import MembershipMetrics
 from server.http.observability.ops import phase_of, status_of
+from server.options.pools import Role
 
 
 def service(num_ranks: int = 2) -> Epochs:
@@ -32,7 +33,9 @@ def test_the_status_says_who_is_away_why_and_since_when() -> None:
         "losses": 1,
         "total_engines": 2,
         "engines": [{"id": 0, "status": "healthy"}, {"id": 1, "status": "dead", "fault_info": "killed"}],
-        "pools": [{"pool": "both", "ranks": [0, 1], "phase": "serving", "epoch": 1, "members": [0]}],
+        "pools": [
+            {"pool": "both", "role": "both", "ranks": [0, 1], "phase": "serving", "epoch": 1, "members": [0]}
+        ],
     }
 
 
@@ -51,7 +54,8 @@ def pools() -> dict[str, Epochs]:
 def test_the_status_is_that_of_all_pools_and_has_each_of_them() -> None:
     both = pools()
     both["decode"].lose(1, "killed", 10.0)
-    status = status_of(both, 12.0, 1000.0)
+    status = status_of(both, 12.0, 1000.0, roles={"prefill": Role.PREFILL, "decode": Role.BOTH})
+    assert [each["role"] for each in status["pools"]] == ["prefill", "both"], "roles may differ from names"
     assert (status["phase"], status["epoch"], status["members"]) == ("serving", 1, [0, 2])
     assert (status["losses"], status["total_engines"]) == (1, 3)
     assert [each["id"] for each in status["engines"]] == [0, 1, 2]

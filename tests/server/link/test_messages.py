@@ -26,12 +26,16 @@ from scheduler.policy.request import (
 from server.link import messages
 from server.link.messages import (
     Abort,
+    Claim,
+    Claimed,
     DropPlacement,
+    Expect,
     Fault,
     Goodbye,
     MemorySwitched,
     MemoryUse,
     PlacementUpdate,
+    PoolClaim,
     Prepare,
     RankFacts,
     Regrouped,
@@ -41,6 +45,7 @@ from server.link.messages import (
     decode,
     encode,
 )
+from server.options.pools import Pool, Role
 
 ENTRY = Logprobs(5, -0.1 - 1e-17, [5, 6], [-0.5, float("-inf")], 1)
 TOKENS: tuple[list[int], ...] = ([], [5], [5, 2**32 - 1])
@@ -128,6 +133,11 @@ TIERS = TierFigures(**numbered(TierFigures) | {"load_s": 0.1 + 1e-17, "is_disk_o
         Welcome(),
         Stop(),
         Abort("a"),
+        Claim("node", 0, 2),
+        Claim("node", 1, 2, PoolClaim("long", Role.PREFILL, "run", 3, 4)),
+        Claimed(5, 6, 1, pool=Pool("long", Role.DECODE, 2, 4)),
+        Claimed(-1, 0, 0, "why", may_come=True),
+        Expect("a", None),
         DropPlacement(2),
         ForgetPrefixes(1_764_000_000_000_000_000),
         PlacementUpdate(REPORT, None, 0),

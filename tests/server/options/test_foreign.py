@@ -221,6 +221,40 @@ def test_what_changes_nothing_is_said_in_a_line(words: list[str], note: str) -> 
             "--context-length is 4096 and --max-model-len is 8192",
         ),
         (["--model", "other"], "the model is given twice, 'm' and --model 'other'"),
+        (["--disaggregation-mode=text"], "--role is 'text'; it must be one of both, prefill, decode"),
+        (["--disaggregation-mode=decode", "--role=prefill"], "they mean the same: give one"),
+        (
+            ["--disaggregation-ib-device=mlx5_0"],
+            "the transfer between pools has no such setting; use --pools",
+        ),
+        (["--kv-transfer-config=nixl"], "--kv-transfer-config nixl: it is not JSON"),
+        (["--kv-transfer-config=[]"], "--kv-transfer-config []: it must be a JSON object"),
+        (
+            ['--kv-transfer-config={"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}'],
+            "kv_connector is 'OffloadingConnector', which does not connect a prefill to a decode engine",
+        ),
+        (
+            ['--kv-transfer-config={"kv_connector": "NixlConnector", "kv_role": "kv_both"}'],
+            "kv_role is 'kv_both', which leaves the part to a proxy; give the part of each request that this pool runs: --role",
+        ),
+        (
+            [
+                "--kv-transfer-config.kv_connector=NixlConnector",
+                "--kv-transfer-config.kv_role=kv_producer",
+                "--kv-transfer-config.kv_load_failure_policy=fail",
+            ],
+            "kv_load_failure_policy is 'fail'; blocks that fail are always recomputed",
+        ),
+        (
+            [
+                '--kv-transfer-config={"kv_connector": "NixlConnector", "kv_role": "kv_consumer", "kv_connector_extra_config": {}}'
+            ],
+            "kv_connector_extra_config: the transfer between pools has no such setting",
+        ),
+        (
+            ["--pools=prefill:1,decode:1", "--disaggregation-mode=decode"],
+            "--role makes this torchrun one pool; give one of them",
+        ),
     ],
 )
 def test_what_cannot_be_had_is_refused_by_a_sentence(words: list[str], complaint: str) -> None:
@@ -251,6 +285,12 @@ def test_what_cannot_be_had_is_refused_by_a_sentence(words: list[str], complaint
         (["--ep-num-redundant-experts=3", "--eplb-log-balancedness"], ['--eplb-config={"num_redundant_experts": 3, "log_balancedness": true}']),
         (["--num-redundant-experts=3", '--eplb-config={"min_gain": 0.5}'], ['--eplb-config={"num_redundant_experts": 3, "min_gain": 0.5}']),
         (["--deepep-mode", "normal"], ["--dispatch-mode", "normal"]),
+        (["--disaggregation-mode", "null"], []),
+        (["--disaggregation-mode", "null", "--pools=both:1,both:1"], ["--pools=both:1,both:1"]),
+        (["--disaggregation-mode", "prefill", "--disaggregation-transfer-backend=nixl"], ["--role", "prefill"]),
+        (["--pool=long", "--disaggregation-mode=decode", "--disaggregation-bootstrap-port=9"], ["--pool=long", "--role=decode"]),
+        (['--kv-transfer-config={"kv_connector": "NixlConnector", "kv_role": "kv_producer", "kv_port": 1}'], ["--role=prefill"]),
+        (["--kv-transfer-config.kv_connector=MooncakeConnector", "--kv-transfer-config.kv_role=kv_consumer"], ["--role=decode"]),
         (["--eplb-config.num_redundant_experts", "3"], ['--eplb-config={"num_redundant_experts": 3}']),
         (["--eplb_config.min_gain=0.5", "--eplb-config.spread=true"], ['--eplb-config={"min_gain": 0.5, "spread": true}']),
     ],

@@ -5,7 +5,17 @@ from pathlib import Path
 import pytest
 
 from server.options.flag import OptionsError
-from server.options.pools import Pool, Role, in_words, pool_of, pools_of, rank_pool_sizes, read_pools
+from server.options.pools import (
+    Pool,
+    Role,
+    in_words,
+    pool_from_text,
+    pool_of,
+    pool_to_text,
+    pools_of,
+    rank_pool_sizes,
+    read_pools,
+)
 from server.options.reading import handed_on, options_from_json
 from tests.support.service.starts import options_for
 
@@ -67,6 +77,36 @@ def test_pools_that_hand_requests_over_need_the_prefix_cache() -> None:
     with pytest.raises(OptionsError, match=r"--no-enable-prefix-caching disables the prefix cache"):
         options_for(MODEL, "--pools=prefill:1,decode:1", "--no-enable-prefix-caching")
     options_for(MODEL, "--pools=both:1,both:1", "--no-enable-prefix-caching")
+
+
+def test_a_torchrun_may_be_one_pool_that_is_named_after_its_role_by_default() -> None:
+    options = options_for(MODEL, "--pool=long", "--role=prefill")
+    assert options.pools_among(3) == (Pool("long", Role.PREFILL, 0, 3),)
+    assert options_from_json(handed_on(options)[1], {}) == options
+    assert options_for(MODEL, "--role=decode").pools_among(1)[0].name == "decode"
+    assert options_for(MODEL, "--pool=a").pools_among(1)[0].role is Role.BOTH
+    assert not options_for(MODEL).has_own_pool
+    assert options_for(MODEL, "--pool=a", "--pool-roles=auto").pool_roles == "auto"
+    pool = Pool("long", Role.PREFILL, 2, 3)
+    assert pool_from_text(pool_to_text(pool)) == pool
+    assert pool.in_words == "pool long (prefill, ranks 2 to 4)"
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--pool=a", "--pools=both:1,both:1"), "--pool makes this torchrun one pool; give one of them"),
+        (("--role=both", "--pools=both:1"), "--role makes this torchrun one pool; give one of them"),
+        (("--pool=a:b",), "--pool is 'a:b'; use 1 to 64 letters"),
+        (("--pool=",), "--pool is ''; use 1 to 64 letters"),
+        (("--role=writer",), "--role is 'writer'; it must be one of both, prefill, decode"),
+        (("--role=decode", "--no-enable-prefix-caching"), "--role decode hands requests over"),
+    ],
+)
+def test_other_names_and_roles_of_an_own_pool_are_refused(flags: tuple[str, ...], says: str) -> None:
+    with pytest.raises(OptionsError) as caught:
+        options_for(MODEL, *flags)
+    assert says in str(caught.value)
 
 
 def test_roles_follow_the_load_of_several_pools_only() -> None:

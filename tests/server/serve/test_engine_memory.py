@@ -55,7 +55,7 @@ def test_serving_begins_with_all_loaded_objects_frozen_and_no_garbage(
     monkeypatch.setattr(engine, "_walk", walk)
     before = gc.get_freeze_count()
     try:
-        options: Any = SimpleNamespace(cluster_key=None, model="m", join=None, pools=None)
+        options: Any = SimpleNamespace(cluster_key=None, model="m", join=None, pools=None, has_own_pool=False)
         place = Place(
             rank=0, world_size=1, local_rank=0, local_world_size=1, master_addr="127.0.0.1", master_port=1
         )

@@ -103,6 +103,18 @@ def test_nodes_with_other_pools_are_refused(store: HashStore, tmp_path: Path) ->
         check_newcomer(store, place(2, of=4), model, None, "new")
 
 
+def test_a_single_node_to_which_pools_may_come_leaves_its_facts_for_them(
+    store: HashStore, tmp_path: Path
+) -> None:
+    model, other = write_checkpoint(tmp_path / "model"), write_checkpoint(tmp_path / "other", extra=1)
+    check_nodes_together(
+        store, place(0, of=2), model, None, "host0", {}, pools="both:1,both:1", may_grow=True
+    )
+    check_newcomer(store, place(2, of=4), model, None, "new", has_own_pool=True)
+    with pytest.raises(NodesDifferError, match=r"config\.json is \w+ on the service, \w+ on new \(rank 2\)"):
+        check_newcomer(store, place(2, of=4), other, None, "new", has_own_pool=True)
+
+
 def test_nobody_is_asked_on_one_node_or_of_a_nodes_other_ranks(store: HashStore, tmp_path: Path) -> None:
     for where in (place(1, of=4, local=1), place(0, of=2)):
         check_nodes_together(store, where, tmp_path / "none", None, "host", {})

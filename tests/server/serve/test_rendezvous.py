@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from dispatch.ports import free_port
+from server.options.pools import Pool, Role
 from server.serve.store import rendezvous
 from server.serve.store.meeting import Endpoint
 from server.serve.store.rendezvous import (
@@ -23,6 +24,7 @@ from server.serve.store.rendezvous import (
 )
 from tests.support.service.namespaces import hosts_files
 from tests.support.service.service_processes import TIME_OUT_S, wait_until
+from tests.support.service.starts import options_for
 
 _PRINT = str(Path(__file__).parents[2] / "support" / "service" / "print_front_host.py")
 GOOD = {
@@ -131,6 +133,32 @@ def test_only_the_process_that_holds_the_listening_socket_listens(family: int, h
 def test_one_node_has_the_front_whoever_its_parent_is() -> None:
     place = place_from({**GOOD, "WORLD_SIZE": "2", "RANK": "1"})
     assert front_host(place, os.getpid(), {}) == "127.0.0.1"
+
+
+def test_a_node_to_which_pools_may_come_has_the_front_at_an_endpoint_that_they_can_find(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place = place_from({**GOOD, "WORLD_SIZE": "2", "RANK": "1"})
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = f"--rdzv-endpoint=head:{server.getsockname()[1]}"
+        monkeypatch.setattr(
+            rendezvous, "_command_line", lambda _pid: ["torchrun", "--rdzv-backend=c10d", endpoint]
+        )
+        environment = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+        assert front_host(place, os.getpid(), environment, may_grow=True) == "head"
+    for flags in (["--standalone"], ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]):
+        monkeypatch.setattr(rendezvous, "_command_line", lambda _pid: ["torchrun", *flags])  # noqa: B023
+        with pytest.raises(PlaceError, match="other torchruns join a service with --pool at its rendezvous"):
+            front_host(place, os.getpid(), {}, may_grow=True)
+
+
+def test_a_pool_that_a_service_assigned_is_part_of_the_place() -> None:
+    pool = Pool("decode", Role.DECODE, 2, 2)
+    place = place_from({**GOOD, "WIDEEP_POOL": "decode:decode:2:2"})
+    assert place.pool == pool == place.pool_in(options_for(Path("m"), "--pool=decode", "--role=decode"))
+    assert place_from(GOOD).pool_in(options_for(Path("m"), "--role=prefill")) == Pool(
+        "prefill", Role.PREFILL, 0, 4
+    )
 
 
 def test_without_torchrun_the_node_of_rank_0_has_the_front() -> None:

@@ -24,10 +24,12 @@ class FakeTiers:
         self.generation = 0
         self.is_prompt = False  # end all jobs at once
         self.chance = 0.5  # that `finished` ends the next job, otherwise
+        self.now_s = 0.0  # for loads that follow another rank
         self._blocks: dict[bytes, Any] = shared._blocks if shared else {}
         self._states: dict[bytes, list[int]] = shared._states if shared else {}
         self._saves: list[tuple[SaveJob, Any]] = []  # with the content when the save was ordered
         self._loads: list[LoadJob] = []
+        self._follows: list[LoadJob] = []  # loads that wait for what other ranks save
         self._fetches: list[FetchJob] = []
         # Another node has everything that was saved, as `_blocks` and `_states`.
         self.remote_blocks: dict[bytes, Any] = {}
@@ -42,7 +44,7 @@ class FakeTiers:
 
     @property
     def num_open(self) -> int:
-        return len(self._saves) + len(self._loads) + len(self._fetches)
+        return len(self._saves) + len(self._loads) + len(self._follows) + len(self._fetches)
 
     def has(self, key: bytes, *, is_state: bool = False) -> bool:
         return key in (self._states if is_state else self._blocks)
@@ -52,7 +54,7 @@ class FakeTiers:
 
     def load(self, load: LoadJob) -> None:
         assert load.keys or load.state_key, "a load of nothing"
-        self._loads.append(load)
+        (self._follows if load.until_s else self._loads).append(load)
         self.num_loads += 1
 
     def lose_all(self) -> None:
@@ -86,6 +88,13 @@ class FakeTiers:
             done.append(save)
         while self._loads and self._is_time():
             done.append(self._fill(self._loads.pop(0)))
+        for load in list(self._follows):
+            while load.num_loaded < len(load.keys) and load.keys[load.num_loaded] in self._blocks:
+                self._fill_next(load)
+            is_over = self.is_prompt or load.until_s <= self.now_s + 1e-6
+            if load.num_loaded == len(load.keys) or is_over:
+                self._follows.remove(load)
+                done.append(load)
         while self._fetches and self._is_time():
             done.append(self._copy(self._fetches.pop(0)))
         return done
@@ -105,6 +114,13 @@ class FakeTiers:
 
     def _is_time(self) -> bool:
         return self.is_prompt or self._random.random() < self.chance
+
+    def _fill_next(self, load: LoadJob) -> None:
+        rows = self._blocks[load.keys[load.num_loaded]]
+        for row, (content, is_long) in enumerate(rows):
+            self.rank.put_row(load.block_ids[load.num_loaded], row, content, is_long=is_long)
+        load.num_loaded += 1
+        load.sources.append("host")
 
     def _fill(self, load: LoadJob) -> LoadJob:
         for key, block_id in zip(load.keys, load.block_ids, strict=True):

@@ -20,7 +20,7 @@ from server.front.moves import Moves
 from server.front.requests import Requests
 from server.front.router import Router
 from server.http.observability.metrics import Metrics
-from server.link.messages import Abort
+from server.link.messages import Abort, Expect
 from server.options.pools import PREFILL_THRESHOLD
 from tests.support.requests.answers import ByteDecoder
 
@@ -34,6 +34,7 @@ class StubRanks:
         self.withdrawn: list[tuple[int, str]] = []
         self.withdrawals: list[Withdraw] = []
         self.memory_orders: list[tuple[int, MemoryOrder]] = []
+        self.expected: list[tuple[int, str, bool]] = []  # rank, request, and whether it comes
 
     def submit(self, rank: int, request: Request, *, now_s: float) -> None:
         self.submitted.append((rank, request))
@@ -42,9 +43,15 @@ class StubRanks:
         for rank in range(2):
             self.post(rank, message)
 
-    def post(self, rank: int, message: Abort | Withdraw | MemoryOrder) -> None:
+    def expect(self, rank: int, request: Request, *, now_s: float) -> None:
+        self.expected.append((rank, request.request_id, True))
+
+    def post(self, rank: int, message: Abort | Expect | Withdraw | MemoryOrder) -> None:
         if isinstance(message, MemoryOrder):
             self.memory_orders.append((rank, message))
+            return
+        if isinstance(message, Expect):
+            self.expected.append((rank, message.request_id, message.submit is not None))
             return
         posted = self.aborted if isinstance(message, Abort) else self.withdrawn
         posted.append((rank, message.request_id))
@@ -66,7 +73,7 @@ class Desk:
     ) -> None:
         self.ranks, self.journal = StubRanks(), Journal()
         self.router = Router(num_ranks, prefill_threshold=prefill_threshold)
-        self.moves = Moves(self.router, self.ranks, self.journal, num_ranks=num_ranks)  # type: ignore[arg-type]
+        self.moves = Moves(self.router, self.ranks, self.journal)  # type: ignore[arg-type]
         self.metrics = Metrics("m", num_ranks)
         self.why_not_ready: str | None = None
         self.asker = NOBODY

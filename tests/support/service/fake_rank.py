@@ -29,6 +29,7 @@ from server.link.messages import Abort, PlacementUpdate, Regrouped, Stop, Submit
 from server.link.rank_link import FrontLost
 
 TIMEOUT_S = 60.0
+EXPERT_BYTES = 1000
 
 
 @dataclass
@@ -44,6 +45,19 @@ class Script:
     num_disk_tokens: int = 0
     num_peer_tokens: int = 0
     tokens_per_step: int = 1
+
+
+def experts_of(placement: Placement) -> ExpertMap:
+    """Return the message with the experts of a placement."""
+    layers = tuple(range(placement.num_layers))
+    return ExpertMap(
+        placement.version,
+        placement.num_experts,
+        placement.num_ranks,
+        layers,
+        len(layers),
+        placement.slot_expert,
+    )
 
 
 class FakeRank(PacedRank):
@@ -69,19 +83,9 @@ class FakeRank(PacedRank):
 
     def begin(self, placement: Placement) -> None:
         """Report the first placement, as rank 0 does."""
-        layers = tuple(range(placement.num_layers))
-        self.link.send(
-            ExpertMap(
-                placement.version,
-                placement.num_experts,
-                placement.num_ranks,
-                layers,
-                len(layers),
-                placement.slot_expert,
-            )
-        )
+        self.link.send(experts_of(placement))
         report = PlacementReport(rank=self.rank, version=placement.version, state=MoveState.SERVING)
-        self.link.send(PlacementUpdate(report, placement, expert_bytes=1000))
+        self.link.send(PlacementUpdate(report, placement, expert_bytes=EXPERT_BYTES))
 
     def kill(self) -> None:
         """End like a killed engine: at once and without a message."""

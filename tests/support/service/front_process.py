@@ -16,11 +16,12 @@ from typing import Any, Self
 import httpx
 from tokenizers import Tokenizer
 
-from expert_placement.placement import linear_placement
+from expert_placement.placement import Placement, linear_placement
 from scheduler.policy.request import Request
+from server.link.messages import Served
 from tests.support.models.tiny_tokenizer import MAX_LEN
 from tests.support.requests import plain_http
-from tests.support.service.fake_rank import FakeRank, Script
+from tests.support.service.fake_rank import EXPERT_BYTES, FakeRank, Script, experts_of
 from tests.support.service.service_processes import wait_until
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -75,16 +76,29 @@ class FrontProcess:
         for line in stream:  # type: ignore[attr-defined]
             self._stderr.append(line)
 
-    def attach(self, rank: int, *, num_restarts: int = 0) -> FakeRank:
-        """Attach one rank, which knows all scripts."""
+    def attach(
+        self,
+        rank: int,
+        *,
+        num_restarts: int = 0,
+        world_size: int | None = None,
+        loaded: Placement | None = None,
+    ) -> FakeRank:
+        """Attach one rank, which knows all scripts.
+
+        Args:
+            world_size: Number of ranks that it knows; that of the start by default.
+            loaded: The placement of a rank that joins.
+        """
         fake = FakeRank(
             rank,
-            self.num_ranks,
+            world_size or self.num_ranks,
             self.ranks_address,
             self.token,
             decode=self.decode,
             max_model_len=self._max_len,
             num_restarts=num_restarts,
+            loaded=None if loaded is None else Served(0, 0, loaded, EXPERT_BYTES, experts_of(loaded)),
             **self._how,
         )
         fake.scripts.update(self._scripts)

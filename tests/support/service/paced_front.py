@@ -28,9 +28,9 @@ class PacedFront(FrontProcess):
         how = {"repeats": True, "after_step": _report_load, "on_prepare": _switch, **how}
         super().__init__(model, "--served-model-name", MODEL, *flags, num_ranks=RANKS, **how)
 
-    def attach(self, rank: int, *, num_restarts: int = 0) -> FakeRank:
+    def attach(self, rank: int, **how: Any) -> FakeRank:
         """Attach one rank. Rank 0 reports the experts."""
-        fake = super().attach(rank, num_restarts=num_restarts)
+        fake = super().attach(rank, **how)
         if rank == 0:
             fake.link.send(expert_map())
             serving = linear_placement(LAYERS, EXPERTS, RANKS)

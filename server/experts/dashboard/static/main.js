@@ -16,7 +16,7 @@ import {
   viewOf,
   waitsInWords,
 } from "./load.js";
-import { markOfEvent, showCard, showEvents, showRankTable } from "./operations.js";
+import { markOfEvent, showCard, showEvents, showRankTable, withRole } from "./operations.js";
 import { poll, Refusal } from "./poll.js";
 import { Service } from "./service.js";
 import { Strips } from "./strips.js";
@@ -117,15 +117,15 @@ function showService() {
   if (load) service.show(marks(), range_s);
 }
 
-/** Links to the experts of each pool, if there are several. */
+/** Links to the experts of each pool with its role, if there are several. */
 function showPools() {
   const pools = service.status?.pools ?? [];
   at("pools").hidden = pools.length < 2;
   at("pools").replaceChildren(
-    ...pools.flatMap(({ pool }, index) => {
+    ...pools.flatMap(({ pool, role }, index) => {
       const isShown = POOL === null ? index === 0 : pool === POOL;
       const entry = document.createElement(isShown ? "strong" : "a");
-      entry.textContent = pool;
+      entry.textContent = withRole(pool, role);
       if (!isShown) entry.href = `?pool=${encodeURIComponent(pool)}`;
       return [index ? " · " : "Experts of pool ", entry];
     }),

@@ -6,6 +6,7 @@ import { fillTable } from "./table.js";
 const DAY_S = 86400;
 const RANK_COLUMNS = [
   ["rank", (rank) => `${rank.rank}`, ""],
+  ["pool", (rank) => rank.pool ?? "–", "text"],
   ["state", (rank) => rank.state, "text"],
   ["host", (rank) => rank.host ?? "–", "text"],
   ["process", (rank) => (rank.pid === undefined ? "–" : `${rank.pid}`), ""],
@@ -27,22 +28,32 @@ const WORDS = {
   regrouped: "ranks serve",
   waiting: "service waits",
   stopped: "steps failed",
+  pool_joined: "pool joins",
   pool_lost: "pool lost",
+  role: "role changed",
   draining: "rank drains",
   drained: "rank drained",
   undrained: "rank undrained",
 };
 
+/** A pool's name with its role, unless the name is the role. */
+export function withRole(pool, role) {
+  return pool === role ? pool : `${pool} (${role})`;
+}
+
 /** Fill the table of ranks; return whether it has rows. */
 export function showRankTable(parent, status, speed, now_s) {
   const known = new Map((speed?.ranks ?? []).map((rank) => [rank.rank, rank]));
   const draining = new Map((status?.draining ?? []).map((each) => [each.rank, `draining, ${counted(each.requests, "request")} left`]));
+  const pools = status?.pools ?? [];
+  const poolOf = new Map(pools.flatMap(({ pool, role, ranks }) => ranks.map((rank) => [rank, withRole(pool, role)])));
   const rows = (status?.engines ?? []).map(({ id, status: state, fault_info }) => {
     const rank = known.get(id) ?? { rank: id };
     const up_s = rank.since === undefined ? null : Math.max(0, now_s - rank.since);
-    return { ...rank, rank: id, up_s, state: fault_info ? `${state}: ${fault_info}` : draining.get(id) ?? state, isLost: state !== "healthy" };
+    return { ...rank, rank: id, pool: poolOf.get(id), up_s, state: fault_info ? `${state}: ${fault_info}` : draining.get(id) ?? state, isLost: state !== "healthy" };
   });
-  fillTable(parent, RANK_COLUMNS, rows, (row) => (row.isLost ? "lost" : ""));
+  const columns = RANK_COLUMNS.filter(([name]) => name !== "pool" || pools.length > 1);
+  fillTable(parent, columns, rows, (row) => (row.isLost ? "lost" : ""));
   return rows.length > 0;
 }
 

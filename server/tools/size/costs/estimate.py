@@ -125,6 +125,70 @@ def estimate(
     )
 
 
+def estimate_decodes(
+    times: StepTimes, work: Workload, *, num_ranks: int, balance: float, max_running: int
+) -> Estimate:
+    """Return the prediction for ranks that generate all tokens but the first, without prompts in their steps.
+
+    Args:
+        work: Its users are the ones that receive tokens. The other arguments are those of `estimate`.
+    """
+    running = max(1, min(math.ceil(work.users / num_ranks), max_running))
+    busy_ranks = min(num_ranks, work.users)
+    step = _Steps(times, work, running, busy_ranks, num_ranks, balance).with_chunks(0, 0)
+    return Estimate(
+        running_per_rank=running,
+        waiting_users=max(0, work.users - running * num_ranks),
+        prefill_per_step=0.0,
+        step=step,
+        tpot_s=step.total_s,
+        ttft_s=0.0,
+        output_per_rank=busy_ranks / num_ranks * running / step.total_s,
+        input_per_rank=0.0,
+    )
+
+
+class PromptCost(NamedTuple):
+    """Prompts on ranks that generate no other tokens than the first."""
+
+    chunk: int  # prompt tokens of one request in a step
+    step: StepCost  # of such a step
+    num_steps: int  # for one prompt
+    most_per_s: float  # prompts of all ranks, with full steps
+
+
+def prompt_cost(
+    times: StepTimes, work: Workload, *, num_ranks: int, balance: float, max_batched_tokens: int
+) -> PromptCost:
+    """Return the cost of prompts if ranks run nothing else. The arguments are those of `estimate`."""
+    length = work.input_tokens
+
+    def step_of(num_tokens: int) -> StepCost:
+        attended = num_tokens * length // 2
+        return times.step([RankRows(num_tokens, 0, attended, attended)] * num_ranks, balance)
+
+    chunk, full = min(length, max_batched_tokens), step_of(max_batched_tokens)
+    most_per_s = num_ranks * max_batched_tokens / length / full.total_s
+    return PromptCost(chunk, step_of(chunk), math.ceil(length / chunk), most_per_s)
+
+
+def estimate_prompts(cost: PromptCost, work: Workload, prompts_per_s: float, *, num_ranks: int) -> Estimate:
+    """Return the prediction for ranks that run prompts only, at fewer prompts per second than `PromptCost.most_per_s`."""
+    busy = prompts_per_s / cost.most_per_s
+    prompt_s = cost.num_steps * cost.step.total_s
+    ttft_s = prompt_s * (1 + busy / (2 * max(1 - busy, 0.02)))  # a queue, as in `estimate`
+    return Estimate(
+        running_per_rank=max(1, math.ceil(prompts_per_s * ttft_s / num_ranks)),
+        waiting_users=0,
+        prefill_per_step=float(cost.chunk),
+        step=cost.step,
+        tpot_s=0.0,
+        ttft_s=ttft_s,
+        output_per_rank=0.0,
+        input_per_rank=prompts_per_s * work.input_tokens / num_ranks,
+    )
+
+
 class _Steps:
     """Steps in which all busy ranks have equal decodes, and some also run a chunk of a prompt."""
 

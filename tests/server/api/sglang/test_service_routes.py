@@ -75,7 +75,9 @@ def test_the_target_between_tokens_is_told(target_itl_ms: float | None) -> None:
         created=0,
         structures=nothing,
     )
-    routes = service_routes(model, nothing, version="0", pools=single_pool(1), target_itl_ms=target_itl_ms)
+    routes = service_routes(
+        model, nothing, version="0", pools=lambda: single_pool(1), target_itl_ms=target_itl_ms
+    )
     told = ask(build_app([routes], version="0", keys=ApiKeys()), "GET", "/server_info").json()
     assert told["target_itl_ms"] == target_itl_ms
 

@@ -83,8 +83,9 @@ def test_the_default_kv_cache_is_a_share_of_what_the_tier_leaves(tmp_path: Path)
     assert default_of("--kv-offloading-size=4") == 8 * GIB // 8 - GIB // 4
 
 
-def test_pools_that_hand_requests_over_get_a_share_of_the_machine_s_memory(tmp_path: Path) -> None:
-    asked = options_for(tmp_path, "--pools=prefill:1,decode:1")
+@pytest.mark.parametrize("flag", ["--pools=prefill:1,decode:1", "--role=decode"])
+def test_pools_that_hand_requests_over_get_a_share_of_the_machine_s_memory(tmp_path: Path, flag: str) -> None:
+    asked = options_for(tmp_path, flag)
     options = with_hand_over(asked, machine_bytes=40 * GIB)
     assert options.engine.kv_offloading_bytes == 4 * GIB
     note = note_on_hand_over(asked, options)
@@ -96,6 +97,7 @@ def test_pools_that_hand_requests_over_get_a_share_of_the_machine_s_memory(tmp_p
     [
         (),
         ("--pools=both:1,both:1",),
+        ("--pool=replica-2",),
         ("--pools=prefill:1,decode:1", "--kv-offloading-size=2"),
     ],
 )

@@ -272,24 +272,111 @@ def test_several_pools_are_sized_one_by_one_and_added_up(
     gpt_oss: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     common = (str(gpt_oss), "--device", "h200")
-    words = (*common, "--pools", "prefill:1,decode:2", "--users", "30")
+    words = (*common, "--pools", "both:1,both:2", "--users", "30")
     found: dict[str, Any] = json.loads(_said(capsys, *words, "--json"))
     alone: dict[str, Any] = json.loads(_said(capsys, *common, "-dp", "2", "--users", "20", "--json"))
-    decode = found["pools"]["decode"]
+    second = found["pools"]["both-1"]
     for name in ("memory_per_rank", "workload", "expected"):
-        assert decode[name] == alone[name], "a pool is a group with its part of the users"
+        assert second[name] == alone[name], "a pool is a group with its part of the users"
     pools = found["pools"].values()
     assert found["ranks"] == 3
     assert found["kv_tokens"] == sum(each["ranks"] * each["memory_per_rank"]["kv_tokens"] for each in pools)
-    assert (
-        "serve MODEL --pools prefill:1,decode:2 --device" in found["command"]
-        and "-dp" not in found["command"]
-    )
+    assert "serve MODEL --pools both:1,both:2 --device" in found["command"] and "-dp" not in found["command"]
     said = _said(capsys, *words)
     refused = _said(capsys, *words, "-dp", "3", status=2)
     assert refused == "wideep size: --pools has the number of ranks; remove --ranks (-dp)\n"
-    for part in ("== pool prefill ==", "== pool decode ==", "== all 2 pools ==\n3 ranks, ", found["command"]):
+    for part in ("== pool both-0 ==", "== pool both-1 ==", "== all 2 pools ==\n3 ranks, ", found["command"]):
         assert part in said
+
+
+def _sides(found: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], float]:
+    """Return the prefill pool, the decode pool, and the prompts per second. Check that as many answers end."""
+    prefill, decode = found["pools"]["prefill"], found["pools"]["decode"]
+    assert (prefill["role"], decode["role"]) == ("prefill", "decode")
+    rate = prefill["expected"]["input_per_rank"] * prefill["ranks"] / prefill["workload"]["input_tokens"]
+    answers = decode["expected"]["output_per_rank"] * decode["ranks"] / decode["workload"]["output_tokens"]
+    assert rate == pytest.approx(answers)
+    return prefill, decode, rate
+
+
+def test_a_decode_pool_holds_the_answers_and_a_prefill_pool_few_requests(
+    gpt_oss: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (str(gpt_oss), "--device", "h200", "--users", "300", "--input", "2000", "--output", "1000")
+    found = json.loads(_said(capsys, *words, "--pools", "prefill:2,decode:2", "--json"))
+    prefill, decode, rate = _sides(found)
+    first_s = prefill["expected"]["ttft_s"]
+    assert decode["workload"]["users"] + rate * first_s == pytest.approx(300, abs=1), "every user has a place"
+    assert prefill["workload"]["users"] < 30 < decode["workload"]["users"]
+    assert decode["expected"]["prefill_per_step"] == 0 and prefill["expected"]["output_per_rank"] == 0
+    group = json.loads(_said(capsys, *words, "-dp", "2", "--json"))["expected"]
+    assert group["running_per_rank"] >= decode["expected"]["running_per_rank"] > 100
+    assert decode["expected"]["tpot_s"] < group["tpot_s"], "its steps contain no prompts"
+    assert found["running"] == decode["workload"]["users"]
+    said = _said(capsys, *words, "--pools", "prefill:2,decode:2")
+    assert (
+        "== pool prefill ==" in said and "without prompts" in said and "; the prefill pools are busy " in said
+    )
+    assert "does expert parallelism pay" not in said, "a pool of one role cannot be compared with replicas"
+
+
+def test_prompts_that_outrun_the_prefill_pool_limit_the_service(
+    gpt_oss: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (
+        str(gpt_oss),
+        "--device",
+        "h200",
+        "--pools",
+        "prefill:1,decode:3",
+        "--users",
+        "600",
+        "--input",
+        "8000",
+        "--output",
+        "20",
+    )
+    prefill, decode, rate = _sides(json.loads(_said(capsys, *words, "--json")))
+    assert decode["workload"]["users"] < 100
+    waiting = prefill["expected"]["ttft_s"] * rate
+    assert waiting + decode["workload"]["users"] == pytest.approx(600, rel=0.01), (
+        "the others wait for prompts"
+    )
+    assert "; the prefill pools limit them" in _said(capsys, *words)
+    more = json.loads(_said(capsys, *words[:3], "--pools", "prefill:3,decode:1", *words[5:], "--json"))
+    assert _sides(more)[2] > 2 * rate
+
+
+def test_answers_that_do_not_fit_wait_for_room_on_the_decode_pool(
+    gpt_oss: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (
+        str(gpt_oss),
+        "--device",
+        "h200",
+        "--pools",
+        "prefill:1,decode:1",
+        "--users",
+        "2000",
+        "--output",
+        "2000",
+        "--max-num-seqs",
+        "100",
+    )
+    _, decode, _ = _sides(json.loads(_said(capsys, *words, "--json")))
+    assert decode["workload"]["users"] == 100 and decode["expected"]["waiting_users"] > 1500
+    assert "users wait for room" in (said := _said(capsys, *words))
+    assert "; the KV cache of the decode pools limits them" in said
+
+
+def test_each_target_is_that_of_one_side(gpt_oss: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (str(gpt_oss), "--device", "h200", "--pools", "prefill:1,decode:1", "--users", "60", "--json")
+    for target, side in (("--tpot-ms", "decode"), ("--ttft-ms", "prefill")):
+        found = json.loads(_said(capsys, *words, target, "0.01", status=1))["pools"]
+        assert [name for name, pool in found.items() if pool["misses"]] == [side]
+        assert not any(
+            pool["misses"] for pool in json.loads(_said(capsys, *words, target, "10000"))["pools"].values()
+        )
 
 
 def test_pools_on_a_cpu_share_the_machine(gpt_oss: Path, capsys: pytest.CaptureFixture[str]) -> None:
