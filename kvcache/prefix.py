@@ -28,6 +28,14 @@ def salted(root: bytes, salt: str) -> bytes:
     return hashlib.blake2b(root + salt.encode(errors="surrogatepass"), digest_size=KEY_BYTES).digest()
 
 
+def with_weights(root: bytes, weights: str, salt: str) -> bytes:
+    """Return the root of prefixes that were computed with these weights, of sequences with the same salt.
+
+    It is salted twice, also without a salt, so that no client's salt gives another version's root.
+    """
+    return salted(salted(root, weights), salt)
+
+
 @dataclass(slots=True)
 class CachedBlock:
     """A cached full block: its key, its token ids (uint32, packed) and the blocks that hold it."""

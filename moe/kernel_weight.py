@@ -33,6 +33,10 @@ class KernelWeight(Tensor):
         """Return the weight as a plain tensor of its type: [N, K]."""
         raise NotImplementedError
 
+    def stored(self) -> Sequence[Tensor]:
+        """Return the tensors that the weight is stored in."""
+        return [self.plain()]
+
     def cast(self, dtype: torch.dtype) -> Tensor:
         """Return the weight in a type, as casts of plain tensors do; itself if it has that type."""
         return self if self.dtype is dtype else self.plain().to(dtype)

@@ -38,7 +38,7 @@ from moe.families import (
     quantisation_of,
     read_config,
 )
-from moe.load.checkpoint import Checkpoint
+from moe.load.checkpoint import Checkpoint, CheckpointError
 from moe.load.loader import EXPERTS, Loader, Report
 from moe.load.plan import LoadPlan
 from moe.load.stored_tensors import StoredTensors
@@ -48,6 +48,7 @@ from moe.rehearsal.rehearse import rehearse
 from moe.scaled_experts import use_experts
 from moe.slot_choice import slot_choices
 from moe.text_part import body_of, project, use_attention
+from moe.weight_digests import digest_experts, digest_plain, expert_digest, plain_tensors
 
 
 class Skeleton:
@@ -131,6 +132,8 @@ class Model:
         self.skeleton, self.placement, self._rank = skeleton, placement, rank
         self.step = step  # read by every forward; filled by the caller
         self.checkpoint = checkpoint or Checkpoint(skeleton.directory)
+        # Check sums [layers, experts] that experts must have when they are read later; None for a checkpoint's own weights.
+        self.digests_LE: np.ndarray | None = None
         parameters = {
             f"{name}.{leaf}": int(module.num_experts)
             for name, module in skeleton.experts.items()
@@ -227,6 +230,39 @@ class Model:
         for layer, choice, counts in zip(self.layers, choices, self.load_counts.layers, strict=True):
             layer.dispatcher, layer.choice, layer.counts = dispatcher, choice, counts
 
+    def exchange(self, other: "Model") -> None:
+        """Exchange weights, and all that was built from them, with another model of the same ranks. Local, while no step runs.
+
+        Everything that has a reference to this model then runs the other's weights. Counters, dispatchers and threads stay.
+        """
+        other.placement, other._rank, other.load_counts = self.placement, self._rank, self.load_counts
+        for ours, theirs in zip(self.layers, other.layers, strict=True):
+            theirs.dispatcher, theirs.choice, theirs.counts = ours.dispatcher, ours.choice, ours.counts
+        self.step.team, other.step.team = other.step.team, self.step.team
+        self.__dict__, other.__dict__ = other.__dict__, self.__dict__
+
+    def dismantle(self) -> None:
+        """Free all weights. The model cannot be used any more. Modules and their programs refer to each other, so Python
+        would free them late."""
+        for module in list(self.net.modules()):
+            vars(module).clear()
+        vars(self).clear()
+
+    def plain_digest(self) -> str:
+        """Return the check sum of all weights except experts."""
+        with torch.no_grad():
+            return digest_plain(self.net)
+
+    def expert_digests(self, held: Held) -> np.ndarray:
+        """Return the check sums of this rank's experts, [layers, experts] uint64. `held`: experts of the slots."""
+        return digest_experts(self.layers, held, self.skeleton.num_experts)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all of this rank's weights in memory."""
+        plain = sum(tensor.nbytes for tensor in plain_tensors(self.net))
+        return plain + self.reserved_expert_bytes
+
     def _make_counts(self) -> LoadCounts:
         placement = self.placement
         return self._backend.make_counts(
@@ -244,6 +280,13 @@ class Model:
     def _read_expert(self, name: str, module: Any, expert: int, into: ExpertWeights) -> None:
         for leaf, slots in zip(leaves(module), into, strict=True):
             self._reader.read(name, leaf, expert, slots)
+        if self.digests_LE is not None:
+            layer = list(self.skeleton.experts).index(name)
+            if expert_digest(into) != self.digests_LE[layer, expert]:
+                raise CheckpointError(
+                    f"expert {expert} of {name} in {self.checkpoint.directory} is not the one that serves: a file has "
+                    f"changed since the weights were updated"
+                )
 
     def _load_layers(
         self, local_LS: np.ndarray, dispatcher: TokenDispatcher, sizes: Mapping[str, int], report: Report

@@ -64,6 +64,8 @@ from scheduler.step.rank_memory import CacheShare, measure, share_out, size_of_c
 from scheduler.step.runner import Runner
 from scheduler.step.sizing import CacheSize
 from scheduler.structure.compiler import LoadVocabulary, StructureCompiler, no_vocabulary
+from scheduler.weights.loading import VersionLoader
+from scheduler.weights.updates import WeightUpdates
 
 ORDER_MARGIN_S = 60.0  # a rank waits this much longer for an order than the front waits for a rank to return
 SWITCH_S = 0.5e-3  # CPython's default is 5 ms
@@ -169,9 +171,10 @@ def assemble(
     if tiers is not None:
         scheduler.use_tiers(tiers)
     telemetry = Telemetry(config.rank, model.load_counts, runner)
+    weights = _make_weights(config, length, backend, model, relocation, available)
     parts = None if store is None else RankParts(
         config=config, backend=backend, model=model, cache=cache, runner=runner, relocation=relocation,
-        telemetry=telemetry, store=store, available=available,
+        telemetry=telemetry, store=store, available=available, weights=weights,
     )  # fmt: skip
     links = None if lockstep is None else EpochLinks(dispatcher, lockstep)
     epochs = None if parts is None else _make_epochs(config, parts, links)
@@ -196,6 +199,7 @@ def assemble(
         overlaps=_overlaps(config, drafter, size),
         plan_time=PlanTime() if backend.device.type == "cuda" else None,
         tiers=tiers,
+        weights=weights,
     )
     chosen = f"{dispatcher.name}, as {dispatcher.reason}"
     dispatch = f"{_describe_steps(config)}; tokens travel {dispatcher.row_format}"
@@ -262,6 +266,22 @@ def _memory_parts(
             raise CheckpointError(f"the experts could not be read again: {error}") from error
 
     return MemoryParts(free_cache, lambda: model.release_experts(relocation.spare), read_experts)
+
+
+def _make_weights(
+    config: EngineConfig,
+    max_model_len: int,
+    backend: Backend,
+    model: Model,
+    relocation: Relocation,
+    available: Callable[[], int],
+) -> WeightUpdates:
+    """Return the part of updates of the base weights. On GPUs they are not implemented: captured graphs hold addresses."""
+    if config.device != "cpu":
+        return WeightUpdates(config.rank)
+    make_step = partial(_make_step, config, max_model_len, backend)
+    loader = VersionLoader(config, model, relocation, make_step=make_step, available=available)
+    return WeightUpdates(config.rank, loader.parts, enter_thread=backend.enter_thread)
 
 
 def _make_epochs(config: EngineConfig, parts: RankParts, links: EpochLinks | None) -> EpochFollower:

@@ -42,13 +42,15 @@ from scheduler.policy.request import (
 )
 from scheduler.policy.scheduler import Scheduler
 from scheduler.sampling.sampler import Sampled
-from scheduler.step.lockstep import Agreement, Decision, Doorbell, LockStep
+from scheduler.step.lockstep import Agreement, Decision, Doorbell, LockStep, versions_word
 from scheduler.step.memory_switch import MemorySwitch
 from scheduler.step.overlap import OverlappedSteps
 from scheduler.step.plan_time import PlanTime
 from scheduler.step.prefill_pace import PrefillPace
 from scheduler.step.runner import Runner
 from scheduler.structure.compiler import StructureCompiler, Structured
+from scheduler.weights.updates import WeightUpdates
+from scheduler.weights.versions import WeightVersion
 
 OnStep = Callable[[list[RequestOutput], RankStats], None]
 # A request to serve, one that ended before it was served, an id to abort, a withdrawal, a request to expect, or an order to drop
@@ -93,6 +95,7 @@ class Engine:
         overlaps: bool = False,
         plan_time: PlanTime | None = None,
         tiers: Tiers | None = None,
+        weights: WeightUpdates | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Connect the parts. Nothing runs before `run`.
@@ -107,6 +110,7 @@ class Engine:
                 Not with a drafter, which needs the newest token.
             plan_time: Delays the plans of overlapped steps. None plans at once.
             tiers: The scheduler's tiers; closed with the engine.
+            weights: Replaces the model's weights while it serves. None: they stay.
         """
         assert not (overlaps and drafter), (
             "drafts follow the newest token, which overlapped steps do not know"
@@ -123,6 +127,8 @@ class Engine:
         relocation.on_news = self._wake
         self.memory = memory
         memory.on_news = self._wake
+        self.weights = weights or WeightUpdates()
+        self.weights.on_news, self.weights.on_installed = self._wake, self._begin_weights
         self._tiers = tiers
         if tiers is not None:
             tiers.on_idle = self._wake
@@ -218,6 +224,7 @@ class Engine:
         if self._tiers is not None:
             self._tiers.close()
         self.memory.end_epoch()
+        self.weights.close()
         if self._epochs is not None:
             self._epochs.close()
 
@@ -292,8 +299,10 @@ class Engine:
             agreement = lockstep.agree()
             progress.end_exchange(lockstep.step)
             decision, switch_to = agreement.decision, agreement.switch_to
-            if switch_to is not None or decision is not Decision.RUN:
+            if switch_to is not None or decision is not Decision.RUN or agreement.weights_number is not None:
                 self._drain(on_step)
+            if agreement.weights_number is not None:
+                self.weights.switch(agreement.weights_number, lockstep.step)
             if switch_to is not None:
                 self._relocation.switch(switch_to, lockstep.step)
             if decision in (Decision.STOP, Decision.REGROUP):
@@ -464,6 +473,7 @@ class Engine:
             draft_depth=self._draft_depth(),
             num_context=self._scheduler.num_context,
             memory_number=self.memory.number_to_post(is_idle=self._is_idle),
+            weights=versions_word(self.weights.serving.number, self.weights.number_to_post()),
         )
 
     def _draft_depth(self) -> int:
@@ -485,11 +495,17 @@ class Engine:
             has_order = self._ordered_epoch(lockstep) != self._told_epoch
             has_jobs = self._tiers is not None and self._tiers.has_finished
             has_moved = self._relocation.has_news or self.memory.has_news(is_idle=self._is_idle)
+            has_moved = has_moved or self.weights.has_news
             if self._inbox or self._is_stopping or has_order or has_jobs or has_moved:
                 self._doorbell.ring(lockstep.step)
         self._doorbell.wait(lockstep.step)
         with self._lock:
             self._sleeping_step = None
+
+    def _begin_weights(self, version: WeightVersion) -> None:
+        """Let all requests start again with new weights. Steps that an earlier epoch interrupted do not run again."""
+        self._planned.clear()
+        self._scheduler.use_weights(version.digest, version.number)
 
     def _take_inbox(self) -> list[RequestOutput]:
         outputs = []

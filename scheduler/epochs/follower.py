@@ -12,7 +12,7 @@ While ranks are missing, dispatch is flat even with --dispatch-node-size, which 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -48,6 +48,7 @@ from scheduler.step.groups import check_agreed, open_groups
 from scheduler.step.lockstep import LockStep
 from scheduler.step.parts import can_replay, open_dispatcher, open_forward, open_lockstep
 from scheduler.step.runner import Runner
+from scheduler.weights.updates import WeightUpdates
 
 MOST_OF_AVAILABLE = 0.9  # share of free memory that experts of lost ranks may take
 
@@ -80,6 +81,7 @@ class RankParts:
     telemetry: Telemetry
     store: Store  # the job's, on a connection used for nothing else
     available: Callable[[], int]  # returns the free memory in bytes
+    weights: WeightUpdates = field(default_factory=WeightUpdates)
 
 
 class Regrouping:
@@ -175,12 +177,20 @@ class Regrouping:
         )
 
     def _hold(self, order: Order) -> None:
-        """Load the experts that the order's placement gives this rank.
+        """Use the order's version of the weights, and load the experts that its placement gives this rank.
 
         Raises:
-            CannotHoldError: There is not enough memory, or an expert cannot be read.
+            CannotHoldError: There is not enough memory, or weights cannot be read.
         """
         parts, wanted = self._parts, order.placement.local(self._place).tolist()
+        try:
+            held = parts.weights.settle(order.weights)
+        except CheckpointError as error:
+            raise CannotHoldError(
+                f"rank {parts.config.rank} cannot serve the new weights: {error}"
+            ) from error
+        if held is not None:
+            self._held = held
         self._check_room(order, wanted)
         spare = parts.relocation.spare
         try:

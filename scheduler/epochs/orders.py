@@ -33,6 +33,7 @@ class Order(NamedTuple):
     epoch: int
     members: tuple[int, ...]  # ranks, ascending
     placement: Placement  # over the members' places
+    weights: int = 0  # number of the version of the base weights that all members serve
 
 
 class IsOver(Protocol):

@@ -99,6 +99,17 @@ class Relocation:
                 self._mover = threading.Thread(target=self._move_forever, name="expert-mover", daemon=True)
                 self._mover.start()
 
+    def use_layers(self, places: Sequence[MovableLayer]) -> None:
+        """Move the experts of these layers from now on. They hold the same experts, with other weights. No move may run."""
+        with self._lock:
+            has_ended = self._lock.wait_for(
+                lambda: not self._is_attempting, CLOSE_TIMEOUT_S
+            )  # of an earlier epoch
+            assert has_ended and self._ready is None and not self._wanted, (
+                "experts move while their weights change"
+            )
+            self._places = places
+
     def end_epoch(self) -> None:
         """Abort the present move and close the channel. Nothing is prepared until the next epoch begins."""
         with self._lock:
@@ -196,6 +207,7 @@ class Relocation:
             with self._lock:
                 self._is_attempting = False
                 self._end_attempt(staged, problem)
+                self._lock.notify_all()
             self.on_news()
 
     def _end_attempt(self, staged: _Staged, problem: _Problem | None) -> None:

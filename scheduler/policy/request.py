@@ -122,6 +122,7 @@ class RequestOutput:
     is_returned: bool = False
     # First tokens of a request that the rank hands over that are, or will be, in the tiers.
     num_saved_tokens: int = 0
+    weights: int = 0  # number of the version of the weights that drew the last token; sent with the end
 
     @property
     def num_tier_tokens(self) -> int:

@@ -103,6 +103,9 @@ class Roster:
         """Whether any request waits, runs, is parked or loads."""
         return bool(self._by_id)
 
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._by_id.values())
+
     def find(self, request_id: str) -> Sequence | None:
         """Return the sequence of a request, or None if it is unknown or has ended."""
         return self._by_id.get(request_id)

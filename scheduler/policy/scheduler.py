@@ -117,6 +117,7 @@ class Scheduler:
         self._deadlines: list[tuple[float, str]] = []  # a heap; ended requests are skipped when due
         self._refused: list[RequestOutput] = []  # ends found by `add`; `expire` or `commit` delivers them
         self._remote: deque[Sequence] = deque()  # new ones with prefixes that another node may have
+        self._weights, self._weights_number = "", 0
 
     @property
     def has_work(self) -> bool:
@@ -213,6 +214,32 @@ class Scheduler:
         for sequence in self._roster.waiting:
             sequence.held_keys.clear()  # of prefixes that it may no longer use
 
+    def use_weights(self, digest: str, number: int) -> None:
+        """Compute with other weights from now on. All sequences start again from their prompts, with the tokens that they have.
+
+        Prefixes that were computed with other weights are not found any more. Batches in flight are dropped: the caller commits
+        none of them.
+
+        Args:
+            digest: Digest of the weights. number: Number of their version; outputs that end requests have it.
+        """
+        self._weights, self._weights_number = digest, number
+        for batch in self._in_flight:
+            for item in batch.items:
+                item.sequence.num_in_flight -= 1
+                item.sequence.num_pending -= item.samples
+                item.sequence.has_drafts_in_flight = False
+        self._in_flight.clear()
+        running = list(self._roster.running)
+        for sequence in running:
+            self._roster.send_back(sequence)
+        for sequence in [*running, *self._tables.leaving]:
+            self._tables.vacate(sequence)
+        for sequence in self._roster:
+            sequence.weights, sequence.num_looked = digest, 0
+            sequence.held_keys.clear()
+            sequence.prompt_logprobs.clear()
+
     def add(self, request: Request, matcher: StructureMatcher | None = None) -> None:
         """Queue a request. If it cannot be served, or its replayed tokens already end it, the next `expire` or
         `commit` delivers its end.
@@ -228,6 +255,7 @@ class Scheduler:
                 f"request id {request.request_id!r} is already being served; ids must be unique"
             )
         sequence = Sequence.from_request(request, matcher)
+        sequence.weights = self._weights
         error = why_unservable(request, self._max_model_len) or (matcher.failure if matcher else None)
         reason = FinishReason.ERROR if error else sequence.finish_reason(self._max_model_len)
         if reason is not None:
@@ -591,6 +619,7 @@ class Scheduler:
             num_draft_tokens=num_drafts,
             is_returned=is_handed_over,
             num_saved_tokens=num_saved_tokens,
+            weights=0 if reason is None else self._weights_number,
         )
 
     def _hand_over(self, sequence: Sequence) -> int:

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kvcache.prefix import LONG_ROOT_KEY, ROOT_KEY, salted
+from kvcache.prefix import LONG_ROOT_KEY, ROOT_KEY, salted, with_weights
 from kvcache.tiers.jobs import FetchJob
 from scheduler.policy.request import FinishReason, Logprobs, Request
 from scheduler.policy.token_rules import TokenRules
@@ -130,6 +130,7 @@ class Sequence:
     num_prefill_tokens: int = 0  # tokens known at admission: planning these is prefill, the rest is decode
     num_pending: int = 0  # tokens that in-flight batches will sample
     has_drafts_in_flight: bool = False  # the batch in flight will sample an unknown number of tokens
+    weights: str = ""  # digest of the weights that compute it; "" for the checkpoint's
     is_long: bool = False  # computed in the model's way for long sequences: see `Scheduler`'s `rotary_limit`
     num_in_flight: int = 0  # uncommitted batches that hold this sequence; until then its blocks stay held
     num_admissions: int = 0  # 2 and more after preemption
@@ -167,8 +168,10 @@ class Sequence:
 
     @property
     def root_key(self) -> bytes:
-        """Root of its block keys. Sequences share no prefix if one is long, or if their salts differ."""
+        """Root of its block keys. Sequences share no prefix if one is long, or if their weights or salts differ."""
         root, salt = LONG_ROOT_KEY if self.is_long else ROOT_KEY, self.request.cache_salt
+        if self.weights:
+            return with_weights(root, self.weights, salt)
         return salted(root, salt) if salt else root
 
     @property

@@ -56,6 +56,16 @@ class Header(NamedTuple):
     draft_depth: int = 0  # drafts that it would make after the step
     num_context: int = 0  # tokens of the running sequences
     memory_number: int = 0  # the newest memory order that it could follow
+    # Versions of the weights, see `versions_word`. One word, because the headers' line is full.
+    weights: int = 0
+
+
+_VERSION_BITS = 31
+
+
+def versions_word(serving: int, ready: int) -> int:
+    """Return a header's word for the version of the weights that a rank serves and the one that it could switch to."""
+    return serving << _VERSION_BITS | ready
 
 
 class Decision(Enum):
@@ -81,6 +91,7 @@ class Agreement(NamedTuple):
     # If this rank waits before its experts get rows, the cause; one of WAIT_CAUSES.
     wait_cause: str = "other"
     memory_number: int | None = None  # the memory order that all ranks could follow, if none has work
+    weights_number: int | None = None  # the weights that serve from this step on; None keeps the present ones
 
 
 def decide(headers: Sequence[Header]) -> Decision:
@@ -114,6 +125,22 @@ def agree_on_memory(headers: Sequence[Header], decision: Decision) -> int | None
     """Return the memory order that all ranks follow now. None unless all could and none has work."""
     numbers = {header.memory_number for header in headers}
     return headers[0].memory_number if decision is Decision.SLEEP and len(numbers) == 1 else None
+
+
+def agree_on_weights(headers: Sequence[Header], decision: Decision) -> int | None:
+    """Return the version of the weights that all ranks switch to now. None if they do not change.
+
+    Raises:
+        LockStepError: Ranks serve different weights.
+    """
+    serving = {header.weights >> _VERSION_BITS for header in headers}
+    if len(serving) != 1:
+        raise LockStepError(
+            f"ranks serve versions {sorted(serving)} of the weights; this is a bug, and the service ends"
+        )
+    ready = {header.weights & (1 << _VERSION_BITS) - 1 for header in headers}
+    is_over = decision in (Decision.STOP, Decision.REGROUP)  # an order determines the next version
+    return None if is_over or len(ready) != 1 or ready == serving else ready.pop()
 
 
 def agree_on_tokens(
@@ -217,16 +244,17 @@ class LockStep:
         draft_depth: int = 0,
         num_context: int = 0,
         memory_number: int = 0,
+        weights: int = 0,
     ) -> None:
         """Post this rank's work of the next step, the placement to which it could switch, the newest epoch to which it was
-        ordered, and the newest memory order that it could follow."""
+        ordered, the newest memory order that it could follow, and the weights that it serves and could switch to (`versions_word`)."""
         flags = int(has_work), int(is_stopping), int(has_prefill)
         ready = self.placement_version if ready_version is None else ready_version
         ordered = self.epoch if ordered_epoch is None else ordered_epoch
         place = self.step, self.epoch, self.placement_version
         self._own = Header(
             *place, *flags, num_decodes, ready, num_prefill, ordered, prefill_budget, draft_depth, num_context,
-            memory_number,
+            memory_number, weights,
         )  # fmt: skip
         self._mailbox.post(self._own)
 
@@ -253,7 +281,7 @@ class LockStep:
         cause = cause_of_waiting(self._own, headers, budget)
         return Agreement(
             decision, tokens, switch_to, has_prefill, budget, depth, max(others, default=0), cause,
-            agree_on_memory(headers, decision),
+            agree_on_memory(headers, decision), agree_on_weights(headers, decision),
         )  # fmt: skip
 
     def interrupt(self, error: DispatchError) -> None:

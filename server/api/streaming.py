@@ -81,6 +81,8 @@ class JsonChunks:
     def chunk(self, choice: dict[str, Any], usage: dict[str, Any] | None) -> dict[str, Any]:
         """Return a chunk; `usage` is the count so far, if the client is to see it."""
         chunk = {**self.head, "choices": [choice]}
+        if choice.get("finish_reason") is not None:
+            chunk |= self.weights()
         return {**chunk, "usage": usage} if self.has_usage else chunk
 
     def text_event(self, index: int, text: str, chunk_of: Callable[[str], dict[str, Any]]) -> bytes:
@@ -93,7 +95,13 @@ class JsonChunks:
         """Return the event with the usage, if the client requested it."""
         if not self.has_usage:
             return b""
-        return event({**self.head, "choices": [], "usage": self._usage(), **self.metrics()})
+        return event({**self.head, "choices": [], "usage": self._usage(), **self.weights(), **self.metrics()})
+
+    def weights(self) -> dict[str, Any]:
+        """Return the `weight_version` field with the label of the weights that drew the last tokens, if they have one."""
+        labels = [generation.weight_version for generation in self._answer.generations]
+        label = next((each for each in reversed(labels) if each), "")
+        return {"weight_version": label} if label else {}
 
     def metrics(self) -> dict[str, Any]:
         """Return the `metrics` field with the answer's durations, if the operator enabled it."""

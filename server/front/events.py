@@ -13,7 +13,7 @@ class ServiceEvent(NamedTuple):
 
     Attributes:
         time: Seconds since 1970.
-        kind: rank_lost, rank_back, regrouped, waiting, stopped, pool_lost, draining, drained, undrained, role, asleep or awake.
+        kind: rank_lost, rank_back, regrouped, waiting, stopped, pool_lost, draining, drained, undrained, role, asleep, awake or weights.
         text: A sentence with the cause.
         rank: The rank concerned, or None for all ranks.
         seconds: Duration, or None for a momentary event.

@@ -70,14 +70,16 @@ class Leader:
         on_no_home: Callable[[], None] = lambda: None,
         events: EventLog | None = None,
         pool: str = "",
+        weights: Callable[[], int] = lambda: 0,
     ) -> None:
         """Args: surviving returns the placement over the members' places, given the home placement.
 
         on_order is called with every order before the ranks get it, on_failure with the reason if the pool cannot serve.
         on_no_home is called before the first order if no rank has returned with a home placement; it may set another one.
-        pool is the pool's name in messages; "" if it is the only one.
+        pool is the pool's name in messages; "" if it is the only one. weights returns the version of the base weights that
+        members serve.
         """
-        self.epochs = epochs
+        self.epochs, self._weights = epochs, weights
         self._of_pool = f" of pool {pool}" if pool else ""
         self._events = events or EventLog()
         self._ranks, self._surviving, self._clock = ranks, surviving, clock
@@ -161,7 +163,8 @@ class Leader:
             return
         places = [self.epochs.ranks.index(rank) for rank in epoch.members]
         placement = self._surviving(self._placement.home, places)
-        order = Order(epoch.number, epoch.members, placement.with_version(self._placement.next_version()))
+        placement = placement.with_version(self._placement.next_version())
+        order = Order(epoch.number, epoch.members, placement, self._weights())
         self.epochs.grant(self._read_s(placement))
         self._begun_s = self._clock()
         self._placement.regroup(order, self.epochs.describe())

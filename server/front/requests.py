@@ -111,11 +111,13 @@ class Requests:
         on_answer: Callable[[Answer], None] = lambda _answer: None,
         why_not_ready: Callable[[], str | None] = lambda: None,
         who_asks: Callable[[], Asker] = lambda: NOBODY,
+        label_of: Callable[[int | None], str] = lambda _number: "",
     ) -> None:
         """Args: timeout_s is the deadline of each request, 0 for none; admission limits open requests, None for no limit.
 
         on_ask is called for every accepted choice, on_answer for every accepted request. why_not_ready returns the reason to
-        refuse requests now, or None; who_asks returns the client of an `open` call.
+        refuse requests now, or None; who_asks returns the client of an `open` call. label_of returns the label of a version of the
+        weights, or of the serving one for None.
         """
         self._decoder = decoder
         self._ranks = ranks
@@ -136,11 +138,12 @@ class Requests:
         self._sources = PrefixSources()
         self._on_ask, self._on_answer = on_ask, on_answer
         self._why_not_ready = why_not_ready
-        self._who_asks = who_asks
+        self._who_asks, self._label_of = who_asks, label_of
         self._due: list[Answer] = []  # answers with pieces of the step being delivered
         self._num_tokens = 0  # of the step being delivered
         self._gaps_s: dict[float, int] = {}  # of the step being delivered, as in `RequestCounts.note_tokens`
         self._closed: ApiError | None = None
+        self._paused_by: set[str] = set()
         self._num_answers = 0
         self._is_empty = asyncio.Event()
         self._is_empty.set()
@@ -283,23 +286,31 @@ class Requests:
         """Accepted choices that ranks have."""
         return len(self._open) - len(self._parked) - len(self._held)
 
-    def abort_all(self) -> None:
+    def abort_all(self, *, why: str = "it falls asleep") -> None:
         """End every open request as aborted: clients get what was generated so far. Lines of batches are retried later."""
         for generation in reversed(list(self._open.values())):  # held choices before those they follow
             is_line = generation.asker.most_choices is not None
-            failure = errors.not_ready("it falls asleep") if is_line else None
+            failure = errors.not_ready(why) if is_line else None
             self._abort(generation, FinishReason.ABORT, failure)
 
-    def pause(self) -> None:
-        """Take all requests back from their ranks, and keep them until `resume`. Their deadlines continue."""
+    def pause(self, *, by: str = "sleep", withdraws: bool = True) -> None:
+        """Take all requests back from their ranks, and keep them until `resume`. Their deadlines continue.
+
+        Args:
+            by: Who pauses. Requests continue when all have resumed.
+            withdraws: With False, requests at ranks end there, and only later ones are kept.
+        """
+        self._paused_by.add(by)
         self._router.is_paused = True
-        for request_id, rank in self._router.plan_pause().items():
+        for request_id, rank in self._router.plan_pause().items() if withdraws else ():
             self._ranks.post(rank, Withdraw(request_id, even_if_begun=True))
 
-    def resume(self) -> None:
-        """Submit the requests that `pause` kept. Their ranks have lost all cached prefixes since."""
-        self._router.is_paused = False
-        self._submit_parked()
+    def resume(self, *, by: str = "sleep") -> None:
+        """Submit the requests that `pause` kept. Their ranks may have lost all cached prefixes since."""
+        self._paused_by.discard(by)
+        if not self._paused_by:
+            self._router.is_paused = False
+            self._submit_parked()
 
     def forget_prefixes(self) -> None:
         """Route requests without regard to prefixes that ranks had cached so far."""
@@ -513,6 +524,9 @@ class Requests:
             self._router.progress(output.request_id, num_tokens)
             self._note_tokens(generation, output, now_s)
         reason = generation.push(output)
+        if reason is not None:
+            is_end = output.finish_reason is not None
+            generation.weight_version = self._label_of(output.weights if is_end else None)
         if reason is None and generation.is_left_unread(now_s):
             self._abort(generation, FinishReason.ERROR, errors.left_unread())
         elif reason is None:

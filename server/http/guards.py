@@ -40,6 +40,7 @@ _GUARDED = (
     "/health_generate",  # makes a rank work
     *("/get_model_info", "/model_info"),  # the model's path on this machine
     "/tokenizer_info",  # the chat template, which may be private
+    "/weight_info",  # folders of this machine
 )
 _OPEN_POSTS = ("/ping",)
 # The same facts as /health and /metrics; the dashboard has no key.
@@ -57,6 +58,25 @@ OPERATOR_PATHS = (  # in addition to requests to `_CHANGED` that change somethin
     "/wake_up",
     "/release_memory_occupation",
     "/resume_memory_occupation",
+    "/pause",
+    "/resume",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    "/abort_weight_update",
+    "/update_weight_version",
+    "/weight_checker",
+    "/weights_checker",
+    "/weight_info",  # folders of this machine
+    "/update_weights_from_disk",
+    "/update_weights_from_distributed",
+    "/begin_weight_update",
+    "/end_weight_update",
+    "/init_weights_update_group",
+    "/init_weight_transfer_engine",
+    "/destroy_weights_update_group",
+    "/pause_generation",
+    "/continue_generation",
 )
 _CHANGED = ("/experts/", "/pools")
 _MOST_SHOWN_CHARS = 100

@@ -41,6 +41,7 @@ from scheduler.policy.request import (
     RequestOutput,
     Withdraw,
 )
+from scheduler.weights.versions import WeightOrder, WeightReport
 from server.options.pools import Pool, Role
 
 SERVICE, METHOD = "wideep.Front", "Attach"  # gRPC names of the one stream that a rank keeps open
@@ -100,6 +101,7 @@ class RankFacts:
     node: str = ""  # identifies the torchrun; shared by its ranks
     kv_peer: PeerAddress | None = None  # where other nodes fetch prefixes; None if they cannot
     memory: MemoryOrder | None = None  # the newest one of an earlier front
+    weights: WeightOrder | None = None  # the newest order to serve that it got from an earlier front
 
 
 class PoolClaim(NamedTuple):
@@ -240,10 +242,11 @@ class DropPlacement(NamedTuple):
 
 FromRank = (
     StepOutput | Heartbeat | LoadReport | ExpertMap | PlacementUpdate | Regrouped | Fault | MemoryUse | MemorySwitched
+    | WeightReport
 )  # fmt: skip
 ToRank = (
-    Submit | Expect | Abort | Withdraw | Stop | Prepare | DropPlacement | Order | ForgetPrefixes | MemoryOrder
-)
+    Submit | Expect | Abort | Withdraw | Stop | Prepare | DropPlacement | Order | ForgetPrefixes | MemoryOrder | WeightOrder
+)  # fmt: skip
 # These begin and end a stream; its two ends handle them.
 _OfStream = RankFacts | Claim | Claimed | Welcome | Goodbye
 _KINDS = typing.get_args(FromRank | ToRank | _OfStream)

@@ -9,6 +9,7 @@ from typing import assert_never
 from scheduler.epochs.heartbeat import Heartbeat
 from scheduler.epochs.orders import Order, by_rank
 from scheduler.moves.reports import ExpertMap, LoadReport
+from scheduler.weights.versions import WeightReport
 from server.link.messages import (
     Fault,
     FromRank,
@@ -34,7 +35,7 @@ def to_service(message: FromRank, pool: range) -> FromRank:
             return StepOutput(outputs, stats and replace(stats, rank=pool[stats.rank]))
         case Heartbeat(rank):
             return message._replace(rank=pool[rank])
-        case LoadReport():
+        case LoadReport() | WeightReport():
             return replace(message, rank=pool[message.rank])
         case PlacementUpdate(report):
             reason = by_rank(report.reason, pool)

@@ -262,6 +262,10 @@ class HttpOptions:
         HTTP, "--max-files-bytes", read=size, metavar="BYTES", default=1 << 30, default_text="1G",
         help="total size of stored files; an upload that exceeds it gets 413; --max-request-bytes limits a single upload",
     )  # fmt: skip
+    weights_dir: str | None = flag(
+        HTTP, "--weights-dir", read=_directory, metavar="DIR", default_text="a temporary folder on the node of the endpoint",
+        help="folder for new weights that clients send to /update_weights; the ranks of all nodes must be able to read it",
+    )  # fmt: skip
     shutdown_timeout_s: float = flag(
         HTTP, "--shutdown-timeout-seconds", "--shutdown-timeout", read=_NOT_NEGATIVE, metavar="SECONDS",
         default=SHUTDOWN_TIMEOUT_S,

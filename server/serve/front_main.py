@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, assert_never
 from scheduler.epochs.connections import break_silent
 from scheduler.epochs.heartbeat import LOOK_EVERY_S, Heartbeat
 from scheduler.moves.reports import ExpertMap, LoadReport
+from scheduler.weights.versions import WeightReport
 from server.front.errors import ApiError
 from server.front.journal import Journal
 from server.front.nodes import JoinedPools, Nodes
@@ -206,6 +207,7 @@ class _Front:
         self._is_closing = False  # open requests have ended; responses may still be in flight
         for each in http.pools:
             each.lead(http.requests, self._fail_pool)
+        http.weights.on_ready = lambda rank: self._pools[rank].leader.attach(rank)
         ending.on_hurry = self._hurry
 
     async def run(self, listener: socket.socket, *, is_again: bool) -> int:
@@ -298,6 +300,8 @@ class _Front:
                 self._pools[rank].receive(rank, message)
             case MemorySwitched(number):
                 http.sleep_mode.take_switched(rank, number)
+            case WeightReport():
+                http.weights.take_report(message)
             case MemoryUse(resident_bytes):
                 self._metrics.note_memory(rank, resident_bytes)
             case RankFacts():
@@ -340,12 +344,15 @@ class _Front:
             self._ranks.stop()  # too late to serve
         else:
             self._http.sleep_mode.note_rank(facts.rank, facts.memory)
-            pool.leader.attach(facts.rank, epoch=facts.served.epoch if facts.served else 0)
+            if self._http.weights.may_join(facts):
+                pool.leader.attach(facts.rank, epoch=facts.served.epoch if facts.served else 0)
 
     def _lose(self, rank: int, reason: str) -> None:
         """Hand a lost rank's requests to the other ranks. While the service is ending, only log the loss."""
         self._metrics.note_lost(rank)
-        if self._is_closing or self._ending.now.is_set():
+        if self._http.weights.lose(rank):
+            _LOG.warning("rank %d is lost before it had loaded the serving weights: %s", rank, reason)
+        elif self._is_closing or self._ending.now.is_set():
             _LOG.warning("rank %d is lost while the service ends: %s", rank, reason)
         else:
             self._pools[rank].leader.lose(rank, reason)

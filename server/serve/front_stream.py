@@ -21,6 +21,7 @@ from scheduler.epochs.orders import Order
 from scheduler.moves.reports import ExpertMap, MoveState, PlacementReport
 from scheduler.policy.config import EngineConfig
 from scheduler.policy.request import Expected, ForgetPrefixes, MemoryOrder, RankStats, RequestOutput, Withdraw
+from scheduler.weights.versions import WeightOrder
 from server.link.messages import (
     Abort,
     DropPlacement,
@@ -97,6 +98,7 @@ class FrontStream:
             self._facts = replace(self._facts, loaded=loaded)
         self.link = self._make_link(self._facts)
         built.engine.memory.on_switched = lambda number: self.link.send(MemorySwitched(number))
+        built.engine.weights.on_report = lambda report: self.link.send(report)
 
     def _make_link(self, facts: RankFacts) -> RankLink:
         return RankLink(
@@ -178,6 +180,8 @@ class FrontStream:
                 engine.forget_prefixes(generation)
             case MemoryOrder():
                 engine.memory.order(message)
+            case WeightOrder():
+                engine.weights.order(message)
             case FrontLost(reason, is_broken):
                 self._lose_front(reason, is_broken=is_broken)
             case _:
@@ -194,6 +198,7 @@ class FrontStream:
             self._cut_off.update(cut_off)
         for request_id in cut_off:  # their clients were disconnected with the front
             self._built.engine.abort(request_id)
+        self._built.engine.weights.forget_staged()
         status = self._come_back(time.monotonic() + self._config.front_recovery_timeout_s)
         if status:
             os._exit(status)
@@ -207,7 +212,11 @@ class FrontStream:
                 None if self._epoch else self._facts.loaded
             )  # a pool that has not met has no other placement
             facts = replace(
-                self._facts, served=self._served(), loaded=loaded, memory=self._built.engine.memory.ordered
+                self._facts,
+                served=self._served(),
+                loaded=loaded,
+                memory=self._built.engine.memory.ordered,
+                weights=self._built.engine.weights.newest,
             )
             self.link = self._make_link(facts)
             self._sent_bytes = 0

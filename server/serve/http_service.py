@@ -47,6 +47,7 @@ from server.front.generations import Ask
 from server.front.journal import Journal
 from server.front.membership import Epochs, Phase
 from server.front.moves import Moves
+from server.front.pausing import Pausing
 from server.front.pool_roles import PoolRoles
 from server.front.readiness import why_service_not_ready
 from server.front.requests import Requests
@@ -54,6 +55,8 @@ from server.front.routers import ROUTERS
 from server.front.sleep_mode import SleepMode
 from server.front.structure.structure_checks import StructureChecks
 from server.front.tokenizer import TemplateFacts, Tokenizer
+from server.front.weights.group import WeightGroup
+from server.front.weights.updates import WeightUpdates
 from server.http.app import build_app
 from server.http.connections import ConnectionBound, Listener, default_most
 from server.http.docs_page import docs_routes
@@ -71,6 +74,7 @@ from server.http.pool_routes import pool_routes
 from server.http.protocol import PunctualProtocol
 from server.http.rank_routes import rank_routes
 from server.http.sleep_routes import sleep_routes
+from server.http.weight_routes import weight_routes
 from server.link.ranks import Ranks
 from server.machine.steady_clock import SteadyClock
 from server.machine.versions import version_of
@@ -89,6 +93,9 @@ _GRACE_S = 2  # for open connections when the server ends
 _BALANCING_PAUSE_S = 60.0  # after an error in rebalancing
 _LOG = logging.getLogger("wideep.front")
 _NO_SLEEP = "The service cannot sleep: sleep mode is not implemented on GPUs. It works with --device cpu."
+_NO_UPDATE = (
+    "The service cannot change its weights: updates are not implemented on GPUs. They work with --device cpu."
+)
 _KEEP_ALIVE_S = 60  # between a client's requests; with less, pooled clients meet closed connections
 
 
@@ -119,6 +126,16 @@ class HttpService:
         self._ranks, self._journal, self._metrics = ranks, journal, metrics
         self.events = EventLog()
         pools = options.pools_among(ranks.num_ranks)
+        self.weights = WeightUpdates(
+            ranks,
+            self,
+            folder=kept / "weights" if options.http.weights_dir is None else Path(options.http.weights_dir),
+            model_type=_model_type(Path(options.model)),
+            why_impossible=_NO_UPDATE if options.device == "cuda" else None,
+            why_not_now=self._why_asleep,
+            on_served=self._forget_routes,
+            events=self.events,
+        )
         self._has_several = len(pools) > 1 or options.has_own_pool
         # Routes and metrics keep these collections, to which `add_pool` adds.
         self.pools: list[PoolFront] = []
@@ -145,7 +162,9 @@ class HttpService:
             on_answer=note_answer,
             why_not_ready=self._why_refused,
             who_asks=asker_of_exchange,
+            label_of=self.weights.label_of,
         )
+        self.pausing, self._weight_group = Pausing(self.requests), WeightGroup()
         self.sleep_mode = SleepMode(
             self.requests,
             ranks,
@@ -191,7 +210,8 @@ class HttpService:
             self._ranks,
             self.events,
             is_only=not self._has_several,
-            why_paused=self._why_asleep,
+            why_paused=self._why_no_moves,
+            weights=self.weights.number,
         )
         self.pools.append(made)
         self._epochs[pool.name], self._loads[pool.name] = made.epochs, made.load
@@ -261,6 +281,7 @@ class HttpService:
                 facts=lambda: [stream.facts for _, stream in sorted(self._ranks.attached.items())],
                 target_itl_ms=options.engine.target_itl_ms,
                 shows_path=not options.needs_key,
+                weight_version=lambda: self.weights.label_of(None),
             ),
             placement_routes(self._placements, options.engine.eplb_config),
             ops_routes(version, metrics, self.why_not_ready),
@@ -277,6 +298,7 @@ class HttpService:
             rank_routes(self._moves, self.why_not_ready),
             pool_routes(self._roles, self.why_not_ready),
             sleep_routes(self.sleep_mode, lambda: self.requests.num_open),
+            weight_routes(self.weights, self.pausing, self.requests, self._weight_group),
             dashboard_routes(),
             docs_routes(),
             throughput_routes(metrics.throughput),
@@ -301,6 +323,7 @@ class HttpService:
             await asyncio.gather(*tasks, return_exceptions=True)
             await asyncio.to_thread(self._traces.close)
             await self.model.structures.close()
+            await self._weight_group.close()
 
     async def _keep_ticking(self) -> None:
         """Sample the throughput, and log it unless disabled. Let the roles of pools follow the load."""
@@ -338,8 +361,26 @@ class HttpService:
             return None
         return tuple(rank for epochs in pools for rank in epochs.members)
 
+    def members(self) -> tuple[int, ...] | None:
+        """Return the ranks that serve, or None while a pool regroups."""
+        return self._serving_ranks()
+
+    def epochs(self) -> tuple[int, ...]:
+        """Return the number of each pool's epoch."""
+        return tuple(epochs.number for epochs in self._epochs.values())
+
+    def is_moving(self) -> bool:
+        """Return whether experts of some pool move."""
+        return any(pool.placement.is_changing for pool in self.pools)
+
+    def _forget_routes(self) -> None:
+        self.requests.forget_prefixes()
+
     def _why_asleep(self) -> str | None:
         return self.sleep_mode.why_not_ready()
+
+    def _why_no_moves(self) -> str | None:
+        return self._why_asleep() or self.weights.why_no_moves()
 
     def _why_refused(self) -> str | None:
         return why_service_not_ready(self._epochs) or self.sleep_mode.why_not_ready()
@@ -488,6 +529,12 @@ def _max_len(options: Options, tokenizer: Tokenizer, ranks: Ranks) -> Callable[[
         return min(said, default=options.engine.max_model_len or tokenizer.model_max_len or 0)
 
     return limit
+
+
+def _model_type(directory: Path) -> str:
+    path = directory / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return str(config.get("model_type", ""))
 
 
 def _sampling_defaults(directory: Path) -> dict[str, Any]:

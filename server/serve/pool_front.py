@@ -41,16 +41,19 @@ class PoolFront:
         *,
         is_only: bool = True,
         why_paused: Callable[[], str | None] = lambda: None,
+        weights: Callable[[], int] = lambda: 0,
     ) -> None:
         """Start without attached ranks. `lead` must follow before any rank attaches.
 
         Args:
             is_only: Whether the service has no other pool, so that messages need not name it.
             why_paused: Returns why the whole service changes no placement now, or None if it may.
+            weights: Returns the version of the base weights that ranks serve.
         """
         engine, eplb = options.engine, options.engine.eplb_config
         self.pool, self._ranks, self._events = pool, ranks, events
         self._name = "" if is_only else pool.name
+        self._weights = weights
         self.epochs = Epochs(
             pool.num_ranks, recovery_timeout_s=engine.rank_recovery_timeout_s, first_rank=pool.first_rank
         )
@@ -94,6 +97,7 @@ class PoolFront:
             on_no_home=self._take_loaded,
             events=self._events,
             pool=self._name,
+            weights=self._weights,
         )
 
     def resume(self) -> None:

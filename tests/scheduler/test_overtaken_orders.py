@@ -29,7 +29,7 @@ class Links:
         if self.interruption is not None:
             raise self.interruption
         assert self.epoch != 1, "this rank would wait for the silent member"
-        return Mock(decision=Decision.STOP, switch_to=None)
+        return Mock(decision=Decision.STOP, switch_to=None, weights_number=None)
 
 
 @pytest.mark.parametrize("moment", ["while it meets", "as it begins to serve", "while it serves"])

@@ -5,6 +5,8 @@ The CPU's `moe.kernel_weight`.
 Legend: T tokens (rows), K input features, N output features.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -63,6 +65,9 @@ class PackedWeight(KernelWeight):
             if self.scales is not None and self.quantised is not None:
                 return unpack_quantised(self.panels, self.scales, self.out_dim, self.quantised).dequantised()
             return unpack(self.panels, self.shape[0]).float()
+
+    def stored(self) -> Sequence[Tensor]:
+        return [self.panels] if self.scales is None else [self.panels, self.scales]
 
     def multiplied(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
         """Multiply x with the weight; padding rows return zeros. Returns None for unsupported rows.

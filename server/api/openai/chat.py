@@ -61,6 +61,7 @@ def _whole(turn: ChatTurn, chunks: "ChatChunks", choices: Sequence[Choice]) -> d
         "object": "chat.completion",
         "choices": [_whole_choice(turn, index, choice.piece()) for index, choice in enumerate(choices)],
         "usage": turn.usage(),
+        **chunks.weights(),
         **chunks.metrics(),
         **_about_prompt(turn),
     }

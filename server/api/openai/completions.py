@@ -120,6 +120,7 @@ class CompletionChunks(JsonChunks):
                 for place, (json, choice) in enumerate(zip(self._choices, choices, strict=True))
             ],
             "usage": self._count(),
+            **self.weights(),
             **self.metrics(),
         }
 

@@ -247,7 +247,7 @@ class _GenerateJson:
             "completion_tokens": len(choice.token_ids),
             "cached_tokens": generation.num_cached_tokens,
             **cached_by_tier([generation]),
-            "weight_version": "default",
+            "weight_version": generation.weight_version or "default",
             "e2e_latency": generation.last_token_s - request.arrival_s,
         }
         if self._body.return_logprob:

@@ -44,6 +44,7 @@ def service_routes(
     forget_prefixes: Callable[[], None] = lambda: None,
     target_itl_ms: float | None = None,
     shows_path: bool = True,
+    weight_version: Callable[[], str] = lambda: "",
 ) -> APIRouter:
     """Return the endpoints' routes.
 
@@ -52,6 +53,7 @@ def service_routes(
         forget_prefixes: Orders all ranks to empty their prefix cache.
         target_itl_ms: Target time between tokens for steps that include prompts; None if no target is set.
         shows_path: Show the model's path in /server_info, which needs no key.
+        weight_version: Returns the label of the serving weights, "" if they have none.
     """
     router = new_router()
 
@@ -86,6 +88,7 @@ def service_routes(
         facts=facts,
         target_itl_ms=target_itl_ms,
         shown_path=model.directory if shows_path else model.names[0],
+        weight_version=weight_version,
     )
 
     _add_cache_routes(router, forget_prefixes)
@@ -142,6 +145,7 @@ def _add_sglang_routes(
     facts: Callable[[], Sequence[RankFacts]],
     target_itl_ms: float | None,
     shown_path: str,
+    weight_version: Callable[[], str],
 ) -> None:
     """Add SGLang's routes."""
     health = _GenerationCheck(requests)
@@ -155,7 +159,7 @@ def _add_sglang_routes(
             "tokenizer_path": model.directory,
             "is_generation": True,
             "preferred_sampling_params": model.sampling_defaults or None,
-            "weight_version": "default",
+            "weight_version": weight_version() or "default",
             "has_image_understanding": False,
             "has_audio_understanding": False,
         }

@@ -299,9 +299,9 @@ _CACHE = (
         "--kv-transfer-config", "--role", means=_role_of_transfer,
         spelled={f'"kv_role": "{theirs}"': ours for theirs, ours in _TRANSFER_ROLES.items()},
     ),
+    *refused("changes of the KV cache are not published; leave it out", values="--kv-events-config"),
     *refused(
-        "changes of the KV cache are not published, and weights do not change while a service runs; leave it out",
-        values="--kv-events-config --weight-transfer-config",
+        "POST /update_weights needs no flag (docs/weights.md); leave it out", values="--weight-transfer-config"
     ),
 )  # fmt: skip
 _STEPS = (

@@ -16,9 +16,11 @@ from scheduler.step.lockstep import (
     LockStepError,
     agree_on_switch,
     agree_on_tokens,
+    agree_on_weights,
     cause_of_waiting,
     decide,
     describe_modes,
+    versions_word,
 )
 from tests.support.engines.serving import request
 
@@ -193,3 +195,21 @@ def test_no_placement_is_switched_to_at_the_step_at_which_ranks_regroup() -> Non
     agreement = lockstep.agree()
     assert (agreement.decision, agreement.switch_to) == (Decision.REGROUP, None)
     assert (lockstep.step, lockstep.placement_version) == (71, 0)
+
+
+def test_ranks_switch_to_weights_that_all_have_loaded() -> None:
+    def told(*ready: int, decision: Decision = Decision.RUN) -> int | None:
+        headers = [header()._replace(weights=versions_word(3, v)) for v in ready]
+        return agree_on_weights(headers, decision)
+
+    assert told(3, 3) is None
+    assert told(4, 3) is None
+    assert told(4, 4) == told(4, 4, decision=Decision.SLEEP) == 4
+    for decision in (Decision.STOP, Decision.REGROUP):
+        assert told(4, 4, decision=decision) is None
+
+
+def test_ranks_that_serve_different_weights_end_the_service() -> None:
+    headers = [header()._replace(weights=versions_word(v, 4)) for v in (3, 4)]
+    with pytest.raises(LockStepError, match=r"ranks serve versions \[3, 4\] of the weights"):
+        agree_on_weights(headers, Decision.RUN)

@@ -23,6 +23,15 @@ from scheduler.policy.request import (
     RankStats,
     RequestOutput,
 )
+from scheduler.weights.versions import (
+    FileFacts,
+    WeightAction,
+    WeightFolder,
+    WeightOrder,
+    WeightReport,
+    WeightState,
+    WeightVersion,
+)
 from server.link import messages
 from server.link.messages import (
     Abort,
@@ -112,6 +121,7 @@ def numbered(kind: type) -> dict[str, Any]:
     return {name: at for at, name in enumerate(kind.__annotations__, start=1)}
 
 
+VERSION = WeightVersion(3, "v", (WeightFolder("/a", (FileFacts("b", 1, 2),)),), True, "digest")
 TIERS = TierFigures(**numbered(TierFigures) | {"load_s": 0.1 + 1e-17, "is_disk_off": True})
 
 
@@ -120,6 +130,9 @@ TIERS = TierFigures(**numbered(TierFigures) | {"load_s": 0.1 + 1e-17, "is_disk_o
     [
         FACTS,
         replace(FACTS, memory=MemoryOrder(7, has_cache=False)),
+        replace(FACTS, weights=WeightOrder(action=WeightAction.SERVE, version=VERSION, plain="ab")),
+        WeightOrder(action=WeightAction.STAGE, version=VERSION),
+        WeightReport(rank=1, number=3, state=WeightState.FAILED, reason="why", num_bytes=1 << 40),
         MemoryOrder(8, has_experts=False),
         MemorySwitched(8),
         StepOutput(
@@ -167,6 +180,9 @@ def test_arrays_keep_type_and_shape() -> None:
         np.testing.assert_array_equal(arrived, sent, strict=True)
     np.testing.assert_array_equal(experts.slot_expert, slots, strict=True)
     assert experts[:5] == (1, 2, 3, (0, 4), 5)
+    sums = np.array([[1 << 63, 0]], np.uint64)
+    sent_report = WeightReport(rank=1, number=3, state=WeightState.STAGED, experts_LE=sums)
+    np.testing.assert_array_equal(decode(encode(sent_report)).experts_LE, sums, strict=True)
 
 
 @pytest.mark.parametrize(

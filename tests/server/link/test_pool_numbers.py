@@ -10,6 +10,7 @@ from scheduler.epochs.heartbeat import Heartbeat
 from scheduler.epochs.orders import Order
 from scheduler.moves.reports import Cause, MoveState, PlacementReport
 from scheduler.policy.request import RankStats
+from scheduler.weights.versions import WeightReport, WeightState
 from server.link.messages import (
     Fault,
     FromRank,
@@ -43,6 +44,10 @@ MESSAGES: list[tuple[FromRank, FromRank]] = [
     (MemoryUse(5), MemoryUse(5)),
     (MemorySwitched(5), MemorySwitched(5)),
     (EXPERTS, EXPERTS),
+    (
+        WeightReport(rank=1, number=3, state=WeightState.STAGED),
+        WeightReport(rank=4, number=3, state=WeightState.STAGED),
+    ),
 ]
 
 

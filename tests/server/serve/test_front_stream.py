@@ -13,6 +13,7 @@ from expert_placement.placement import linear_placement
 from scheduler.epochs.orders import Order
 from scheduler.policy.config import EngineConfig
 from scheduler.policy.request import FinishReason, MemoryOrder, Request, RequestOutput, SamplingParams
+from scheduler.weights.versions import WeightAction, WeightOrder, WeightReport, WeightState, WeightVersion
 from server.link.messages import MemorySwitched, MemoryUse, RankFacts, Regrouped, Submit, ToRank
 from server.link.rank_link import FrontLost, LinkError, RefusedError
 from server.options.pools import single_pool
@@ -172,6 +173,21 @@ def test_a_memory_order_reaches_the_engine_and_a_new_front_learns_of_it(stream: 
     memory.on_switched(3)
     link: Any = stream.link
     link.send.assert_called_once_with(MemorySwitched(3))
+
+
+def test_an_order_about_weights_reaches_the_engine_and_a_new_front_learns_of_it(stream: FrontStream) -> None:
+    weights: Any = stream._built.engine.weights
+    order = WeightOrder(action=WeightAction.SERVE, version=WeightVersion(3))
+    stream.receive(order)
+    weights.order.assert_called_once_with(order)
+    weights.newest, Link.errors = order, [None]
+    stream.receive(BROKEN)
+    assert (Link.facts[0].weights, Link.facts[-1].weights) == (None, order)
+    weights.forget_staged.assert_called_once_with()
+    report = WeightReport(rank=2, number=3, state=WeightState.SERVING)
+    weights.on_report(report)
+    link: Any = stream.link
+    link.send.assert_called_once_with(report)
 
 
 def test_a_rank_that_the_new_front_refuses_ends_to_be_started_again(stream: FrontStream) -> None:

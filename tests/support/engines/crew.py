@@ -36,6 +36,14 @@ from scheduler.moves.reports import PlacementReport
 from scheduler.policy.config import EngineConfig
 from scheduler.policy.request import MemoryOrder, RankStats, Request, RequestOutput
 from scheduler.step.groups import StoreDoorbell
+from scheduler.weights.versions import (
+    CHECKPOINT,
+    WeightAction,
+    WeightOrder,
+    WeightReport,
+    WeightState,
+    WeightVersion,
+)
 from tests.support.ranks import GROUP_TIMEOUT_S, PR_SET_PDEATHSIG, rank_context
 
 TIMEOUT_S = 90.0
@@ -110,6 +118,9 @@ class Crew:
         self.ends: dict[str, str] = {}  # finish reasons, by request
         self.stats: dict[int, RankStats] = {}
         self.reports: list[PlacementReport] = []
+        self.weight_reports: list[WeightReport] = []
+        self.versions: dict[int, WeightVersion] = {}  # that were ordered, by number
+        self.weights = WeightOrder(action=WeightAction.SERVE, version=CHECKPOINT)  # the last order to serve
         self.switched: dict[int, int] = {}  # by rank: the memory order that it followed last
         self.left: dict[int, End] = {}
         self._requests: dict[str, tuple[int, Request]] = {}
@@ -160,7 +171,7 @@ class Crew:
         self.epoch, self.members = self.epoch + 1, tuple(members)
         self._watch.begin_epoch(self.epoch, members)
         placement = surviving(self.home, members).with_version(100 + self.epoch)
-        order = Order(self.epoch, self.members, placement)
+        order = Order(self.epoch, self.members, placement, self.weights.version.number)
         for rank in self.members if to is None else to:
             self._send(rank, "order", order)
 
@@ -183,6 +194,18 @@ class Crew:
     def tell_memory(self, rank: int, order: MemoryOrder) -> None:
         """Order one rank to change its memory."""
         self._send(rank, "memory", order)
+
+    def order_weights(self, order: WeightOrder, *, to: Sequence[int] | None = None) -> None:
+        """Send an order about weights to all members, or to these ranks."""
+        self.versions[order.version.number] = order.version
+        if order.action is WeightAction.SERVE:
+            self.weights = order
+        for rank in self.members if to is None else to:
+            self._send(rank, "weights", order)
+
+    def weight_states(self, number: int) -> dict[int, WeightState]:
+        """Return each rank's last report on a version of the weights."""
+        return {each.rank: each.state for each in self.weight_reports if each.number == number}
 
     def replay(self, lost: int, to: int) -> None:
         """Resubmit a lost rank's open requests with the tokens it had delivered."""
@@ -272,6 +295,8 @@ class Crew:
             self.serves[rank] = what
         elif verb == "report":
             self.reports.append(what)
+        elif verb == "weights":
+            self.weight_reports.append(what)
         elif verb == "switched":
             self.switched[rank] = what
         else:
@@ -341,12 +366,13 @@ def _run(built: Assembled, pipe: Connection, doom: Doom | None) -> None:
     )
     built.relocation.on_report = lambda report: say("report", report)
     engine.memory.on_switched = lambda number: say("switched", number)
+    engine.weights.on_report = lambda report: say("weights", report)
     if doom is not None:
         _doom(built, doom)
     say("ready", built.relocation.placement)
     verbs: dict[str, Callable[[Any], None]] = {
         "submit": engine.submit, "abort": engine.abort, "order": engine.regroup,
-        "move": built.relocation.prepare, "memory": engine.memory.order,
+        "move": built.relocation.prepare, "memory": engine.memory.order, "weights": engine.weights.order,
         "stop": lambda _: engine.stop(),
     }  # fmt: skip
 

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from benchmarks.serving.paced_rank import OpenRequest, PacedRank, logprobs_of, prompt_logprobs_of
 from expert_placement.placement import Placement
 from scheduler.epochs.orders import Order
@@ -25,6 +27,7 @@ from scheduler.policy.request import (
     Request,
     RequestOutput,
 )
+from scheduler.weights.versions import WeightAction, WeightOrder, WeightReport, WeightState
 from server.link.messages import Abort, PlacementUpdate, Regrouped, Stop, Submit, ToRank
 from server.link.rank_link import FrontLost
 
@@ -72,6 +75,9 @@ class FakeRank(PacedRank):
         self.aborted: list[str] = []
         self.orders: list[Order] = []
         self.memory_orders: list[MemoryOrder] = []
+        self.weight_orders: list[WeightOrder] = []
+        self.refuses_weights = ""  # reason to refuse new weights
+        self.weights = 0  # number of the version that it serves
         self.forgotten: list[int] = []  # number of earlier requests, for each order to forget prefixes
         self.wrong_replays: list[Request] = []
         self.on_order: Callable[[Order], None] = lambda order: self.link.send(Regrouped(order.epoch))
@@ -118,7 +124,12 @@ class FakeRank(PacedRank):
                 self._note(self.aborted, request_id)
             case Order():
                 self._note(self.orders, message)
+                if message.weights:
+                    self._report_weights(message.weights, WeightState.SERVING)
                 self.on_order(message)
+            case WeightOrder():
+                self._follow_weights(message)
+                self._note(self.weight_orders, message)
             case ForgetPrefixes():
                 self._note(self.forgotten, len(self.requests))
             case MemoryOrder():
@@ -129,6 +140,27 @@ class FakeRank(PacedRank):
                 self._note(self.losses, reason)
                 return
         super().receive(message)
+
+    def _follow_weights(self, order: WeightOrder) -> None:
+        """Follow an order about weights at once."""
+        number, action = order.version.number, order.action
+        if action is WeightAction.STAGE and self.refuses_weights:
+            self._report_weights(number, WeightState.REFUSED)
+        elif action is WeightAction.CHECK:
+            self._report_weights(number, WeightState.CHECKED)
+        elif action is WeightAction.STAGE or (action is WeightAction.SERVE and not self.weight_orders):
+            self._report_weights(number, WeightState.STAGED)
+        elif action is WeightAction.SERVE:
+            self._report_weights(number, WeightState.SERVING)
+
+    def _report_weights(self, number: int, state: WeightState) -> None:
+        self.weights = number if state is WeightState.SERVING else self.weights
+        self.link.send(
+            WeightReport(
+                rank=self.rank, number=number, state=state, reason=self.refuses_weights, plain="plain",
+                experts_LE=np.ones((1, 1), np.uint64),
+            )
+        )  # fmt: skip
 
     def _script_for(self, request: Request) -> Script | None:
         text = self._decode(request.prompt_ids)
@@ -169,6 +201,7 @@ class FakeRank(PacedRank):
             num_peer_tokens=script.num_peer_tokens,
             finish_reason=(script.finish if is_whole else FinishReason.LENGTH) if ends else None,
             error=script.error if ends else "",
+            weights=self.weights if ends else 0,
         )
 
     def _stats(self, num_step_tokens: int) -> RankStats:
