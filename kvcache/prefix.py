@@ -36,6 +36,11 @@ def with_weights(root: bytes, weights: str, salt: str) -> bytes:
     return salted(salted(root, weights), salt)
 
 
+def adapted(root: bytes, digest: str) -> bytes:
+    """Return the root of prefixes that were computed with an adapter of this digest. No salt gives the same root."""
+    return hashlib.blake2b(root + digest.encode(), digest_size=KEY_BYTES, person=b"adapter").digest()
+
+
 @dataclass(slots=True)
 class CachedBlock:
     """A cached full block: its key, its token ids (uint32, packed) and the blocks that hold it."""

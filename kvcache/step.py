@@ -30,6 +30,7 @@ class Span(NamedTuple):
     block_ids: Sequence[int]
     pieces: Sequence[StatePiece] = ()  # in order, `length` tokens in total; empty: the model has no states
     is_long: bool = False  # the model computes the sequence in its way for long ones (`moe.long_rotary`)
+    adapter: int = -1  # place of its LoRA adapter (`moe.lora.tables`); -1: none
 
 
 class Inputs(NamedTuple):
@@ -67,6 +68,14 @@ class Step:
         self.has_long = False  # whether any row's sequence is long: `long_T` has them
         self.tells_long = False  # whether the model uses `long_T`; set when it is built
         self.long_T = torch.zeros(padded, dtype=torch.bool)
+        self.num_adapters = 0  # places of LoRA adapters; set before the model is built
+        self.has_adapters = (
+            False  # whether any row has an adapter: `adapter_T` has their places, -1 for rows without
+        )
+        self.adapter_T = torch.full((padded,), -1, dtype=torch.int64)
+        self.projected_R: torch.Tensor | None = (
+            None  # rows that the output projection gets; set before a forward
+        )
         self.has_states = False  # whether the model keeps states; set with its cache
         self.agreed_tokens = 0  # most tokens of any rank in this step, as agreed before it; 0: no agreement
         self.position_T = torch.zeros(padded, dtype=torch.int64)
@@ -130,11 +139,20 @@ class Step:
         if self.has_long:
             self.long_T.fill_(False)
             self.long_T.numpy()[:tokens] = np.repeat([span.is_long for span in spans], lengths)
+        if self.num_adapters:
+            self._fill_adapters(spans, lengths, tokens)
         self._position[:tokens] = position_T
         self._position[tokens : self.num_padded] = 0
         self._tiles.clear()
         for (tile_tokens, at_once), table in self._chunks.items():
             self._write_chunks(tile_tokens, at_once, table)
+
+    def _fill_adapters(self, spans: Sequence[Span], lengths: np.ndarray, tokens: int) -> None:
+        places = [span.adapter for span in spans]
+        self.has_adapters = max(places, default=-1) >= 0
+        adapter_T = self.adapter_T.numpy()
+        adapter_T.fill(-1)
+        adapter_T[:tokens] = np.repeat(np.array(places, dtype=np.int64), lengths)
 
     def _fill_pieces(self, spans: Sequence[Span]) -> None:
         if not any(span.pieces for span in spans):

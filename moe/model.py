@@ -43,6 +43,7 @@ from moe.load.loader import EXPERTS, Loader, Report
 from moe.load.plan import LoadPlan
 from moe.load.stored_tensors import StoredTensors
 from moe.load_counts import LoadCounts
+from moe.lora.bank import AdapterBank
 from moe.mtp.layers import Origin, drafting_of
 from moe.rehearsal.rehearse import rehearse
 from moe.scaled_experts import use_experts
@@ -108,6 +109,7 @@ class Model:
         dtype: str = "auto",
         quantization: str | None = None,
         num_spare: int = 0,
+        most_adapters: int = 0,
         checkpoint: Checkpoint | None = None,
         report: Report = lambda _stage, _done, _total: None,
     ) -> None:
@@ -123,6 +125,7 @@ class Model:
                 float32.
             quantization: int8 or int4: quantise experts and linear layers to this while they are read.
             num_spare: Number of experts that may move to this rank at once; see `Backend.open_experts`.
+            most_adapters: Most adapters to keep in memory, if the step has places for them.
             checkpoint: Source of the weights. None means the skeleton's directory.
             report: Called while weights are read, with (stage, bytes done, total bytes).
 
@@ -158,6 +161,12 @@ class Model:
             self.layers = self._load_layers(local_LS, dispatcher, sizes, report)
             _restore_buffers(self.net)
             self._backend.finish(self.net, self.step, skeleton.cache_shapes)
+        self.adapters: AdapterBank | None = None  # None if the model takes no adapters
+        if step.num_adapters:
+            held = local_LS.tolist()
+            self.adapters = AdapterBank(
+                self.net, skeleton.experts, self.layers, held, most_loaded=most_adapters
+            )
         self.checkpoint.release_memory()
         self._body = _KeptBody(self.net)
         self._drafting = drafting_of(self.net)
@@ -182,6 +191,8 @@ class Model:
             for index, (name, module) in enumerate(self.skeleton.experts.items()):
                 read = partial(self._read_expert, name, module)
                 change_slots(self.layers[index], held[index], wanted[index], read, spare, most_spare)
+            if self.adapters is not None:
+                self.adapters.hold(wanted)
 
     def release_experts(self, spare: SpareSlots) -> None:
         """Give back the memory of this rank's experts, and of spare slots, while no step runs. On a CPU only.
@@ -330,6 +341,7 @@ class Model:
             [R, V] float32 logits.
         """
         cache.step = self.step
+        self.step.projected_R = logits_R
         # Hidden states are kept by a hook on the decoder, which a program of the whole model does not call.
         run = partial(type(self.net).forward, self.net) if keeps_hidden else self.net
         with self._body.keeping(keeps_hidden or self._drafting is not None):
@@ -387,6 +399,7 @@ class Model:
         Returns:
             [R, V] float32, bit-identical to those of `forward` for these rows.
         """
+        self.step.projected_R = rows_R
         return self._body.logits(rows_R)
 
     @property

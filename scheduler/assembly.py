@@ -33,6 +33,7 @@ from scheduler.engine import Engine
 from scheduler.epochs.connections import break_silent
 from scheduler.epochs.follower import EpochFollower, EpochLinks, RankParts, Regrouping
 from scheduler.epochs.heartbeat import Heart
+from scheduler.moves.adapters import AdapterLoads
 from scheduler.moves.channel import ChannelError, NoPeers, Pace, PeerChannel, open_channel
 from scheduler.moves.expert_transfer import MovableLayer
 from scheduler.moves.relocation import Relocation
@@ -172,9 +173,12 @@ def assemble(
         scheduler.use_tiers(tiers)
     telemetry = Telemetry(config.rank, model.load_counts, runner)
     weights = _make_weights(config, length, backend, model, relocation, available)
+    adapters = None
+    if model.adapters is not None:
+        adapters = AdapterLoads(config.rank, model.adapters, max_rank=config.max_lora_rank)
     parts = None if store is None else RankParts(
         config=config, backend=backend, model=model, cache=cache, runner=runner, relocation=relocation,
-        telemetry=telemetry, store=store, available=available, weights=weights,
+        telemetry=telemetry, store=store, available=available, weights=weights, adapters=adapters,
     )  # fmt: skip
     links = None if lockstep is None else EpochLinks(dispatcher, lockstep)
     epochs = None if parts is None else _make_epochs(config, parts, links)
@@ -200,6 +204,7 @@ def assemble(
         plan_time=PlanTime() if backend.device.type == "cuda" else None,
         tiers=tiers,
         weights=weights,
+        adapters=adapters,
     )
     chosen = f"{dispatcher.name}, as {dispatcher.reason}"
     dispatch = f"{_describe_steps(config)}; tokens travel {dispatcher.row_format}"
@@ -238,6 +243,7 @@ def _prepare(config: EngineConfig, memory: DeviceMemory | None, *, is_joining: b
     drafter = _make_drafter(config, skeleton, length, made)
     scheduler = _make_scheduler(config, skeleton, length, size, drafter)
     step = _make_step(config, length, backend)
+    step.num_adapters = config.num_adapters
     return _Prepared(backend, skeleton, length, memory, measurement, size, made, drafter, scheduler, step)
 
 
@@ -423,6 +429,7 @@ def _load_model(config: EngineConfig, prepared: _Prepared, start: _Start, report
         dtype=config.dtype,
         quantization=config.quantization,
         num_spare=_num_spare(config, start.placement),
+        most_adapters=config.most_adapters,
         checkpoint=open_checkpoint(config, prepared.skeleton),
         report=report,
     )
@@ -474,4 +481,12 @@ def _make_relocation(
 ) -> Relocation:
     places = [MovableLayer(layer, module) for layer, module in zip(model.layers, model.modules, strict=True)]
     pace = Pace(config.eplb_config.max_bytes_per_step)
-    return Relocation(config.rank, placement, places, channel, pace, enter_thread=backend.enter_thread)
+    return Relocation(
+        config.rank,
+        placement,
+        places,
+        channel,
+        pace,
+        adapters=model.adapters,
+        enter_thread=backend.enter_thread,
+    )

@@ -29,6 +29,7 @@ from scheduler.drafts.drafter import Drafter
 from scheduler.epochs.follower import PEER_IS_GONE, EpochFollower
 from scheduler.epochs.heartbeat import Heart, Heartbeat
 from scheduler.epochs.orders import OnFault, OnRegrouped, Order
+from scheduler.moves.adapters import AdapterLoads
 from scheduler.moves.relocation import Relocation
 from scheduler.policy.batch import StepBatch
 from scheduler.policy.request import (
@@ -96,6 +97,7 @@ class Engine:
         plan_time: PlanTime | None = None,
         tiers: Tiers | None = None,
         weights: WeightUpdates | None = None,
+        adapters: AdapterLoads | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Connect the parts. Nothing runs before `run`.
@@ -111,6 +113,7 @@ class Engine:
             plan_time: Delays the plans of overlapped steps. None plans at once.
             tiers: The scheduler's tiers; closed with the engine.
             weights: Replaces the model's weights while it serves. None: they stay.
+            adapters: Loads of adapters. None if the model takes none.
         """
         assert not (overlaps and drafter), (
             "drafts follow the newest token, which overlapped steps do not know"
@@ -129,6 +132,9 @@ class Engine:
         memory.on_news = self._wake
         self.weights = weights or WeightUpdates()
         self.weights.on_news, self.weights.on_installed = self._wake, self._begin_weights
+        self.adapters = adapters
+        if adapters is not None:
+            adapters.on_news = self._wake
         self._tiers = tiers
         if tiers is not None:
             tiers.on_idle = self._wake
@@ -221,6 +227,8 @@ class Engine:
     def close(self) -> None:
         """Release the other ranks, groups and threads, after `run`. May be called twice."""
         self._structures.close()
+        if self.adapters is not None:
+            self.adapters.close()
         if self._tiers is not None:
             self._tiers.close()
         self.memory.end_epoch()
@@ -264,6 +272,7 @@ class Engine:
         reason = ""
         self._heart.progress.begin_epoch(lockstep.epoch, lambda: self._runner.dispatcher.exchanges)
         self.memory.begin_epoch()
+        self._take_adapters()
         if self._epochs is not None:
             self._serving = _Serving(self._runner.dispatcher, lockstep, self._epochs.members)
             if (newest := self._epochs.orders.newest) is not None:
@@ -427,7 +436,14 @@ class Engine:
         if self._drafter is not None and num_decodes and not agreement.has_prefill:
             self._drafter.costs.note(num_decodes, seconds)
 
+    def _take_adapters(self) -> None:
+        """Put adapters that were read at their places. While no step runs."""
+        if self.adapters is not None and self.adapters.has_news:
+            planned = {item.sequence.request.adapter_place for batch in self._planned for item in batch.items}
+            self.adapters.take(lambda place: place in planned or self._scheduler.uses_adapter(place))
+
     def _plan(self, agreement: Agreement) -> StepBatch:
+        self._take_adapters()
         self._outputs += self._take_inbox()
         now_s = self._clock()
         self._outputs += self._scheduler.expire(now_s)
@@ -448,7 +464,7 @@ class Engine:
                 num_decodes=num_tokens - num_prefill, num_prefill=num_prefill,
             )  # fmt: skip
             return
-        coming, has_arrivals = self._scheduler.next_step, bool(self._inbox)
+        coming, has_arrivals = self._scheduler.next_step, bool(self._inbox) or self._has_adapters
         self._tell(
             lockstep,
             has_work=self._scheduler.has_work or has_arrivals,
@@ -476,6 +492,10 @@ class Engine:
             weights=versions_word(self.weights.serving.number, self.weights.number_to_post()),
         )
 
+    @property
+    def _has_adapters(self) -> bool:
+        return self.adapters is not None and self.adapters.has_news
+
     def _draft_depth(self) -> int:
         if self._drafter is None or not self._runner.makes_drafts:
             return 0
@@ -496,7 +516,7 @@ class Engine:
             has_jobs = self._tiers is not None and self._tiers.has_finished
             has_moved = self._relocation.has_news or self.memory.has_news(is_idle=self._is_idle)
             has_moved = has_moved or self.weights.has_news
-            if self._inbox or self._is_stopping or has_order or has_jobs or has_moved:
+            if self._inbox or self._is_stopping or has_order or has_jobs or has_moved or self._has_adapters:
                 self._doorbell.ring(lockstep.step)
         self._doorbell.wait(lockstep.step)
         with self._lock:

@@ -19,6 +19,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from attention.cpu.adapted_latents import adapt_absorbed_row, adapt_expanded_row
 from attention.cpu.attention import PRODUCTS_PER_NS, Queries
 from attention.cpu.cached import kernels_of, latent_room, latent_target, read_latents, write_latent
 from attention.cpu.latent_tiles import mix_block, softmax_lanes, transpose_block
@@ -51,6 +52,7 @@ class AbsorbedWeight:
     key: Tensor  # [H, ceil(L / 16), U, 16]: multiplies the query
     value: Tensor  # [H, ceil(V / 16), L, 16]: multiplies the sum of latents
     value_dim: int  # V
+    adapters: int = 0  # address of the entries of adapters (`adapted_latents`); 0: it takes none
 
 
 def _absorb(  # type: ignore[no-untyped-def]
@@ -289,32 +291,48 @@ def room_floats(heads: int, latent: int, rotary_dim: int) -> tuple[int, int]:
     return groups * (latent + rotary_dim) * LANES, groups * LANES * -(-latent // LANES) * LANES
 
 
-def absorb_row(
-    queries: Queries, heads: int, weight: AbsorbedWeight, chunk: int, room: Tensor, rotary_dim: int
-) -> list[int]:
-    """Return one row of a program: multiply the queries of a chunk's rows into latent space, at `room`.
+def absorb_rows(
+    queries: Queries, heads: int, weight: AbsorbedWeight, chunk: int, room: Tensor, rotary_dim: int, adapters: int = 0
+) -> list[list[int]]:  # fmt: skip
+    """Return rows of a program: multiply the queries of a chunk's rows into latent space, at `room`.
 
     Args:
         chunk: Address of the four words of a chunk (see `Step.chunks`).
+        adapters: Address of [T] int64, the place of each row's adapter, or -1. 0: no row has one.
         others: As in `latent_attention` and `LatentRooms`.
     """
     unrotated, latent = weight.key.shape[2], weight.value.shape[2]
-    return ABSORB.row(
+    absorb = ABSORB.row(
         queries.address, queries.token_stride, queries.head_stride, weight.key.data_ptr(),
         unrotated * LANES * weight.key.element_size(), _times(weight), heads, -(-heads // LANES), unrotated, latent,
         rotary_dim, chunk, room.data_ptr(),
     )  # fmt: skip
-
-
-def expand_row(room: Tensor, heads: int, weight: AbsorbedWeight, chunk: int, out: int) -> list[int]:
-    """Return one row of a program: multiply the means of latents at `room` into values at `out` (see `absorb_row`)."""
-    latent = weight.value.shape[2]
-    latent_lanes = -(-latent // LANES) * LANES
-    return EXPAND.row(
-        room.data_ptr(), -(-heads // LANES) * LANES * latent_lanes * 4, latent_lanes * 4, weight.value.data_ptr(),
-        latent * LANES * weight.value.element_size(), _times(weight), heads, latent, chunk, out,
-        weight.value.shape[1] * LANES,
+    if not (adapters and weight.adapters):
+        return [absorb]
+    adapt = adapt_absorbed_row(
+        queries, heads, weight.adapters, adapters, chunk, room.data_ptr(), unrotated=unrotated, value_dim=weight.value_dim,
+        latent=latent, rotary_dim=rotary_dim,
     )  # fmt: skip
+    return [absorb, adapt]
+
+
+def expand_rows(
+    room: Tensor, heads: int, weight: AbsorbedWeight, chunk: int, out: int, adapters: int = 0
+) -> list[list[int]]:
+    """Return rows of a program: multiply the means of latents at `room` into values at `out` (see `absorb_rows`)."""
+    latent, value_lanes = weight.value.shape[2], weight.value.shape[1] * LANES
+    latent_lanes = -(-latent // LANES) * LANES
+    expand = EXPAND.row(
+        room.data_ptr(), -(-heads // LANES) * LANES * latent_lanes * 4, latent_lanes * 4, weight.value.data_ptr(),
+        latent * LANES * weight.value.element_size(), _times(weight), heads, latent, chunk, out, value_lanes,
+    )  # fmt: skip
+    if not (adapters and weight.adapters):
+        return [expand]
+    adapt = adapt_expanded_row(
+        room.data_ptr(), heads, weight.adapters, adapters, chunk, out, unrotated=weight.key.shape[2],
+        value_dim=weight.value_dim, value_lanes=value_lanes, latent=latent,
+    )  # fmt: skip
+    return [expand, adapt]
 
 
 def _times(weight: AbsorbedWeight) -> int:
@@ -323,17 +341,18 @@ def _times(weight: AbsorbedWeight) -> int:
 
 def latent_rows(
     queries: Queries, heads: int, latents_NBW: Tensor, step: Step, weight: AbsorbedWeight, rooms: LatentRooms, *,
-    rotary_dim: int, scale: float, window: int, out: int,
+    rotary_dim: int, scale: float, window: int, out: int, has_adapters: bool = False,
 ) -> list[list[int]]:  # fmt: skip
     """Return rows of a program for the batch that `step` describes when it runs; every chunk of tiles has the same rows.
 
     Args:
+        has_adapters: For steps in which rows have adapters.
         out: Address of [T, H, padded V] float32.
         others: As in `latent_attention`.
     """
     row_bytes, latent = latents_NBW.shape[2] * latents_NBW.element_size(), weight.value.shape[2]
     groups, latent_lanes = -(-heads // LANES), -(-latent // LANES) * LANES
-    table = step.block_table_SM
+    table, adapters = step.block_table_SM, step.adapter_T.data_ptr() if has_adapters else 0
     rows = []
     for chunk in step.chunks(TILE_TOKENS, TILES_AT_ONCE):
         at = chunk.ctypes.data
@@ -342,14 +361,14 @@ def latent_rows(
             width=latent + rotary_dim, latent_dim=latent, scale=scale, window=window,
         )  # fmt: skip
         rows += [
-            absorb_row(queries, heads, weight, at, rooms.query, rotary_dim),
+            *absorb_rows(queries, heads, weight, at, rooms.query, rotary_dim, adapters),
             ATTEND[latents_NBW.dtype].row(
                 rooms.query.data_ptr(), latent + rotary_dim, groups, latents_NBW.data_ptr(), row_bytes, at,
                 step.query_start_S.data_ptr(), step.context_S.data_ptr(), table.data_ptr(), table.stride(0) * 8,
                 bits_of(scale), window, rooms.found.data_ptr(), latent_lanes, heads, most_lone(step), latent,
             ),
             *lone,
-            expand_row(rooms.found, heads, weight, at, out),
+            *expand_rows(rooms.found, heads, weight, at, out, adapters),
         ]  # fmt: skip
     return rows
 
@@ -399,7 +418,7 @@ def latent_attention(
     queries = Queries(query_HTD.data_ptr(), query_HTD.stride(1) * 4, query_HTD.stride(0) * 4)
     rows = latent_rows(
         queries, heads, latents_NBW, step, weight, rooms, rotary_dim=rotary_dim, scale=scale, window=window,
-        out=out_THV.data_ptr(),
+        out=out_THV.data_ptr(), has_adapters=step.has_adapters,
     )  # fmt: skip
     num_chunks = -(-len(step.tiles(TILE_TOKENS)) // TILES_AT_ONCE)
     run(

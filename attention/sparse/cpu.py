@@ -22,8 +22,8 @@ from attention.cpu.latents import (
     TILE_TOKENS,
     TILES_AT_ONCE,
     AbsorbedWeight,
-    absorb_row,
-    expand_row,
+    absorb_rows,
+    expand_rows,
     room_floats,
 )
 from attention.cpu.tiles import LANES, address_of, rows_times_panel_f32
@@ -235,17 +235,18 @@ def chosen_attention(
     query, found = (make(at_once, size) for size in room_floats(heads, latent, rotary_dim))
     queries = Queries(query_HTD.data_ptr(), query_HTD.stride(1) * 4, query_HTD.stride(0) * 4)
     num_chunks = -(-len(step.tiles(TILE_TOKENS)) // TILES_AT_ONCE)
+    adapters = step.adapter_T.data_ptr() if step.has_adapters else 0
     rows = []
     for chunk in step.chunks(TILE_TOKENS, TILES_AT_ONCE)[:num_chunks]:
         at = chunk.ctypes.data
         rows += [
-            absorb_row(queries, heads, weight, at, query, rotary_dim),
+            *absorb_rows(queries, heads, weight, at, query, rotary_dim, adapters),
             ATTEND_CHOSEN[latents_NBW.dtype].row(
                 query.data_ptr(), latent + rotary_dim, groups, latents_NBW.data_ptr(), row_bytes, at, chosen.data_ptr(),
                 chosen.shape[1], 0 if sinks_H is None else sinks_H.data_ptr(), bits_of(scale), found.data_ptr(),
                 latent_lanes, heads, latent,
             ),
-            expand_row(found, heads, weight, at, out_THV.data_ptr()),
+            *expand_rows(found, heads, weight, at, out_THV.data_ptr(), adapters),
         ]  # fmt: skip
     pairs = min(step.num_pairs, step.num_tokens * chosen.shape[1])
     products = pairs * heads * 2 * latent + step.num_tokens * (weight.key.numel() + weight.value.numel())

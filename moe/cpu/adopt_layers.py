@@ -68,6 +68,8 @@ def adopt_layers(net: Any, step: Step, shapes: Sequence[LayerShape]) -> int:
     ]
     found = [(module, parts_of(module, shapes)) for module in mixed]
     layers = [(module, parts) for module, parts in found if parts is not None]
+    if step.num_adapters:
+        note_products(net, step, shapes)
     if not layers:
         return 0
     activations = Activations(len(step.token_T))
@@ -86,6 +88,12 @@ def adopt_layers(net: Any, step: Step, shapes: Sequence[LayerShape]) -> int:
         for module, program in adopted:
             _try_whole(program, calls[module], pages)
     return len(adopted)
+
+
+def note_products(net: Any, step: Step, shapes: Sequence[LayerShape]) -> None:
+    """Run the model's modules once, so that every weight notes whether its products can take adapters. Local; refills the step."""
+    with torch.no_grad(), _any_experts(net):
+        _run(net, step, _cache(step, shapes))
 
 
 @contextmanager
@@ -256,7 +264,7 @@ def _try_whole(program: LayerProgram, call: _Call, pages: PagedCache) -> None:
         return
     options = _on(pages, call.options)
     before = layer.counts, layer.dispatcher
-    alone = Dispatcher(LocalWire(), slots_per_rank=layer.up.num_slots)
+    alone = Dispatcher(LocalWire(), slots_per_rank=layer.num_groups)
     layer.counts, layer.dispatcher = None, alone  # on a rank that joins later, its own does not work yet
     apart = program.forward(call.x, **options)
     program.may_be_whole = True

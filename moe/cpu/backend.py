@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from attention import latents
 from attention import organ as attention_organ
+from attention.cpu.adapted_latents import ADAPT_ABSORBED, ADAPT_EXPANDED
 from attention.cpu.attention import ATTEND
 from attention.cpu.heads import HEADS
 from attention.cpu.latents import AbsorbedWeight, latent_kernels
@@ -34,6 +35,7 @@ from moe.backend import Backend, LoadedModel
 from moe.cpu import experts as experts_organ
 from moe.cpu.adopt_layers import adopt_layers
 from moe.cpu.experts import PackedExpertLayer
+from moe.cpu.kernels.low_rank import ADAPT, ADAPT_PAIRS, SILU_ROWS
 from moe.cpu.kernels.panels import pack
 from moe.cpu.kernels.products import GATHER, GROUPED, LINEAR, QUANTISE
 from moe.cpu.kernels.routing import route
@@ -44,6 +46,7 @@ from moe.load.loader import Keep, Loader, Weight
 from moe.load.quantisation import Quantisation
 from moe.load.quantised_weight import QuantisedWeight
 from moe.load_counts import LoadCounts
+from moe.lora.tables import ExpertAdapters, FactorTable
 from moe.slot_choice import SlotChoice
 
 
@@ -98,6 +101,11 @@ def _open_layer(
     up: PackedSlots, down: PackedSlots, choice: SlotChoice, module: Any, dispatcher: Any, step: Step
 ) -> PackedExpertLayer:
     has_silu = gate_of(module) == Gate("silu") and up.out_dim % (2 * LANES) == 0
+    adapters = None
+    if step.num_adapters:
+        adapters = ExpertAdapters(step.num_adapters, up.num_slots)
+        for weight in (up, down):
+            weight.repeat(1 + step.num_adapters)
     return PackedExpertLayer(
         up,
         down,
@@ -107,6 +115,7 @@ def _open_layer(
         step,
         has_silu,
         has_norm=getattr(module, "has_post_expert_norm", False),
+        adapters=adapters,
     )
 
 
@@ -134,7 +143,9 @@ def _finish(net: PreTrainedModel, step: Step, shapes: list[LayerShape]) -> None:
         unrotated, value_dim = int(module.qk_nope_head_dim), int(module.v_head_dim)
         halves = latents.halves_of(weight, len(weight) // (unrotated + value_dim), unrotated)
         key, value = pack(halves.key_HUL.transpose(1, 2)), pack(halves.value_HVL)
-        module.absorbed = AbsorbedWeight(key, value, value_dim)
+        module.absorbed_adapters = FactorTable(step.num_adapters) if step.num_adapters else None
+        table = 0 if module.absorbed_adapters is None else module.absorbed_adapters.address
+        module.absorbed = AbsorbedWeight(key, value, value_dim, table)
         del module.kv_b_proj
     rows = SampleRows(torch.float32, torch.device("cpu"))
     parts = SequenceParts(RECURRENCES, choose_from_pages, choose_pools, attention_organ.NAME, _make_cache)
@@ -164,6 +175,7 @@ def compile_kernels(model: LoadedModel, served: PagedCache, report: Callable[[in
         *(kernel for index in indexes for kernel in sparse_kernels(dtype, index)),
         *(POOL_KERNELS if pooled_index.modules(model.net) else ()),
         *(RECURRENCE_KERNELS if any(shape.state for shape in served.shapes) else ()),
+        *((ADAPT, ADAPT_PAIRS, SILU_ROWS, ADAPT_ABSORBED, ADAPT_EXPANDED) if model.step.num_adapters else ()),
         *((CHOOSE, *PASSES) if any(exchange_of(layer) for layer in model.layers) else ()),
     )
     for done, kernel in enumerate(kernels):

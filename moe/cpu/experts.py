@@ -18,16 +18,19 @@ import torch
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from attention.cpu.tiles import LANES
 from dispatch.compiled.team import Team, program_of, run
 from dispatch.dispatched import TokenDispatcher
 from dispatch.mode import Mode
 from kvcache.step import ROW_MULTIPLE, Step
 from moe.backend import serve_experts
+from moe.cpu.kernels.low_rank import SILU_ROWS, adapt_pairs_row
 from moe.cpu.kernels.panels import Format
 from moe.cpu.kernels.products import GATHER, QUANTISE, product_ns
 from moe.cpu.weights.slots import PackedSlots
 from moe.expert_weights import grown_sample
 from moe.load_counts import LayerCounts
+from moe.lora.tables import ExpertAdapters
 from moe.slot_choice import SlotChoice
 
 NAME = "wideep_experts"
@@ -47,6 +50,25 @@ class PackedExpertLayer:
     counts: LayerCounts | None = None  # choices of this rank's tokens; None disables counting
     sample_TD: Tensor | None = None
     has_norm: bool = False  # the module norms each expert's output
+    adapters: ExpertAdapters | None = None  # None if the model takes no adapters
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of pairs of this rank, which dispatch takes for slots.
+
+        Without adapters there is one for each slot. With adapters, a row's group also names its adapter: the first S groups
+        are of rows without one, and S follow for each place of an adapter.
+        """
+        return self.up.num_slots * (1 if self.adapters is None else 1 + self.adapters.num_places)
+
+    def groups_of(self, slots_TK: Tensor) -> Tensor:
+        """Return the groups of a step's rows, given their slots: int64 [T, K]."""
+        if self.adapters is None:
+            return slots_TK
+        num_slots = self.up.num_slots
+        rank_TK = torch.div(slots_TK, num_slots, rounding_mode="floor")
+        copy_T1 = self.step.adapter_T[: len(slots_TK), None] + 1
+        return rank_TK * (self.num_groups - num_slots) + copy_T1 * num_slots + slots_TK
 
     def run(self, module: Any, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Compute one layer; collective. Padding rows (past the step's tokens) return zeros.
@@ -64,7 +86,8 @@ class PackedExpertLayer:
         self.sample_TD = grown_sample(self.sample_TD, hidden_TD[:rows])
         ids_TK = ids_TK[:rows].contiguous()
         slots_TK = self.choice.slots(ids_TK)
-        sent = self.dispatcher.dispatch(hidden_TD[:rows].contiguous(), slots_TK, Mode(step.agreed_tokens))
+        groups_TK, mode = self.groups_of(slots_TK), Mode(step.agreed_tokens)
+        sent = self.dispatcher.dispatch(hidden_TD[:rows].contiguous(), groups_TK, mode)
         begun_ns = perf_counter_ns()
         y_PD = self.compute(module, sent.x_NH, sent.row_P, sent.slot_offsets, step.team)
         if self.counts is not None:
@@ -82,16 +105,16 @@ class PackedExpertLayer:
 
         Args:
             module: Experts module, for gates that the kernels do not have.
-            x_NH: [N, H] float32, contiguous. row_P: int64 row of each pair; pairs are ordered by slot.
-            slot_offsets: [S + 1] int64; the pairs of slot s are [offsets[s], offsets[s + 1]).
+            x_NH: [N, H] float32, contiguous. row_P: int64 row of each pair; pairs are ordered by group.
+            slot_offsets: [G + 1] int64; the pairs of group g are [offsets[g], offsets[g + 1]). G is S, or `num_groups`.
             team: Threads to use; None for the calling thread.
 
         Returns:
             [P, D] float32, new.
         """
-        up, down, pairs = self.up, self.down, len(row_P)
+        up, down, pairs, groups = self.up, self.down, len(row_P), len(slot_offsets) - 1
         offsets, gathered = slot_offsets.data_ptr(), _Rows(up.format, pairs)
-        num_pairs = offsets + 8 * up.num_slots  # address of their number
+        num_pairs = offsets + 8 * groups  # address of their number
         given, num_given = _Rows(up.format, len(x_NH), x_NH), np.array([len(x_NH)])
         before = [
             *given.quantised(num_given.ctypes.data),
@@ -101,8 +124,17 @@ class PackedExpertLayer:
         out_PD = torch.empty(pairs, down.width)
         is_fused = self.has_silu and not up.has_bias
         raised_PI = torch.empty(pairs, up.width // 2 if is_fused else up.width)
-        before.append(up.product_row(gathered.address, offsets, raised_PI.data_ptr(), is_gated=is_fused))
-        if not is_fused:
+        has_adapters = groups > up.num_slots
+        adapted = AdaptedPairs(self, offsets, x_NH.data_ptr(), row_P.data_ptr()) if has_adapters else None
+        both_PI = torch.empty(pairs if adapted is not None and is_fused else 0, up.width)
+        if is_fused:
+            before.append(up.product_row(gathered.address, offsets, raised_PI.data_ptr(), is_gated=True))
+            if adapted is not None:
+                before += adapted.raised_rows(gathered.address, both_PI.data_ptr(), raised_PI.data_ptr())
+        else:
+            before.append(up.product_row(gathered.address, offsets, raised_PI.data_ptr(), num_groups=groups))
+            if adapted is not None:
+                before.append(adapted.up_row(raised_PI.data_ptr()))
             run(program_of(before), team, up_ns)
             own = module._apply_gate if module.has_gate else module.act_fn
             raised_PI = _on_full_vectors(own, up.finished(raised_PI, slot_offsets))
@@ -111,8 +143,10 @@ class PackedExpertLayer:
         rows = [
             *before,
             *lowered.quantised(num_pairs),
-            down.product_row(lowered.address, offsets, out_PD.data_ptr()),
+            down.product_row(lowered.address, offsets, out_PD.data_ptr(), num_groups=groups),
         ]
+        if adapted is not None:
+            rows.append(adapted.down_row(raised_PI.data_ptr(), raised_PI.shape[1] * 4, out_PD.data_ptr()))
         run(program_of(rows), team, up_ns + down_ns)
         answers_PD = down.finished(out_PD, slot_offsets)
         return _on_full_vectors(module.post_expert_norm, answers_PD) if self.has_norm else answers_PD
@@ -122,6 +156,56 @@ class PackedExpertLayer:
         alone = replace(self, up=up, down=down)
         return alone.compute(
             module, x_TD.contiguous(), torch.arange(len(x_TD)), torch.tensor([0, len(x_TD)]), None
+        )
+
+
+class AdaptedPairs:
+    """Program rows for the pairs with adapters of one layer, which follow those without. Arguments are addresses."""
+
+    def __init__(self, layer: PackedExpertLayer, offsets: int, x: int, row_of: int) -> None:
+        """`offsets`: of all groups. `x`: the rows [N, H] float32 that pairs take by `row_of`."""
+        assert layer.adapters is not None, "the model takes no adapters"
+        self._layer, self._adapters, self._x, self._row_of = layer, layer.adapters, x, row_of
+        self._offsets = offsets + 8 * layer.up.num_slots
+        self._num_groups = layer.num_groups - layer.up.num_slots
+
+    def up_row(self, raised: int) -> list[int]:
+        """Return the row that adds to the first product, [P, width] float32."""
+        up = self._layer.up
+        return adapt_pairs_row(
+            self._x, up.in_dim * 4, self._row_of, up.in_dim, self._offsets, self._adapters.up, raised, up.width * 4, up.out_dim
+        )  # fmt: skip
+
+    def raised_rows(self, gathered: int, both: int, raised: int) -> list[list[int]]:
+        """Return the rows from gathered ones to the second product's input, [P, width / 2], through `both`, [P, width]."""
+        up = self._layer.up
+        return [
+            up.product_row(gathered, self._offsets, both, num_groups=self._num_groups),
+            self.up_row(both),
+            SILU_ROWS.row(
+                both,
+                up.width * 4,
+                up.width // (2 * LANES),
+                self._offsets,
+                self._num_groups,
+                raised,
+                up.width * 2,
+            ),
+        ]
+
+    def down_row(self, raised: int, stride: int, out: int) -> list[int]:
+        """Return the row that adds to the second product, [P, width] float32."""
+        down = self._layer.down
+        return adapt_pairs_row(
+            raised,
+            stride,
+            0,
+            down.in_dim,
+            self._offsets,
+            self._adapters.down,
+            out,
+            down.width * 4,
+            down.out_dim,
         )
 
 

@@ -40,6 +40,7 @@ from scheduler.epochs.orders import (
     OvertakenError,
     by_rank,
 )
+from scheduler.moves.adapters import AdapterLoads
 from scheduler.moves.channel import ChannelError, PeerChannel, open_channel
 from scheduler.moves.relocation import Relocation
 from scheduler.moves.telemetry import Telemetry
@@ -50,6 +51,7 @@ from scheduler.step.parts import can_replay, open_dispatcher, open_forward, open
 from scheduler.step.runner import Runner
 from scheduler.weights.updates import WeightUpdates
 
+ADAPTERS_TIMEOUT_S = 60.0  # for reading the adapters that the others have
 MOST_OF_AVAILABLE = 0.9  # share of free memory that experts of lost ranks may take
 
 
@@ -82,6 +84,7 @@ class RankParts:
     store: Store  # the job's, on a connection used for nothing else
     available: Callable[[], int]  # returns the free memory in bytes
     weights: WeightUpdates = field(default_factory=WeightUpdates)
+    adapters: AdapterLoads | None = None
 
 
 class Regrouping:
@@ -192,6 +195,8 @@ class Regrouping:
         if held is not None:
             self._held = held
         self._check_room(order, wanted)
+        if parts.adapters is not None:  # the front has ordered them before it ordered the epoch
+            parts.adapters.wait_idle(ADAPTERS_TIMEOUT_S)
         spare = parts.relocation.spare
         try:
             parts.model.hold(wanted, self._held, spare, self._most_spare)

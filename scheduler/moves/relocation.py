@@ -14,13 +14,14 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from expert_placement.moves import Transfer, transfers_between
 from expert_placement.placement import Placement
-from moe.expert_weights import ExpertWeights, SpareSlots, exchange_slot
+from moe.expert_weights import ExpertWeights, Held, SpareSlots, exchange_slot
+from moe.lora.adapter_config import AdapterError
 from moe.slot_choice import SlotChoice, slot_choices
 from scheduler.moves.channel import ChannelError, NoPeers, Pace, PeerChannel
 from scheduler.moves.expert_transfer import MovableLayer, MoveError, copy_expert, receive_expert, send_expert
@@ -44,6 +45,14 @@ class _Staged:
     seconds: float = 0.0
 
 
+class MovedAdapters(Protocol):
+    """What adapters add to experts, implemented by `moe.lora.bank.AdapterBank`, which explains the methods."""
+
+    def arrive(self, held: Held) -> None: ...
+
+    def hold(self, held: Held) -> None: ...
+
+
 class _Problem(NamedTuple):
     """Why a placement cannot be adopted."""
 
@@ -62,6 +71,7 @@ class Relocation:
         channel: PeerChannel,
         pace: Pace,
         *,
+        adapters: MovedAdapters | None = None,
         clock: Callable[[], float] = time.monotonic,
         enter_thread: Callable[[], None] = lambda: None,
     ) -> None:
@@ -69,6 +79,7 @@ class Relocation:
 
         Args:
             channel: Not used by anything else.
+            adapters: The model's adapters, which follow its experts. None if it takes none.
             pace: The step loop reports every step to it.
             enter_thread: Called on the mover's thread, first and before each transfer: the current GPU is set per
                 thread, and a step that was launched may still read the memory that the transfer writes.
@@ -78,7 +89,7 @@ class Relocation:
         self.on_report: Callable[[PlacementReport], None] = lambda _report: None
         self.on_news: Callable[[], None] = lambda: None
         self._rank, self._places, self._channel, self._clock = rank, places, channel, clock
-        self._enter_thread = enter_thread
+        self._enter_thread, self._adapters = enter_thread, adapters
         self.spare = SpareSlots()
         self._is_closed = False
         self._lock = threading.Condition()
@@ -180,6 +191,8 @@ class Relocation:
                 self.spare.give(exchange_slot(self._places[layer].layer, slot, weights))
             for place, choice in zip(self._places, staged.choices, strict=True):
                 place.layer.choice = choice
+            if self._adapters is not None:
+                self._adapters.hold(staged.target.local(self.place).tolist())
             self.placement = staged.target
             self._report(staged, MoveState.SERVING, step=step)
 
@@ -260,6 +273,11 @@ class Relocation:
             except BaseException as error:
                 self._give_channel_up(staged.channel, f"{type(error).__name__} during a transfer: {error}")
                 raise
+        if problem is None and self._adapters is not None:
+            try:
+                self._adapters.arrive(staged.target.local(self.place).tolist())
+            except AdapterError as error:
+                problem = _Problem(Cause.MANIFEST, f"an adapter could not be read: {error}")
         if problem is None:
             before = next((place.layer.choice.replicas for place in self._places), None)
             staged.choices = slot_choices(staged.target, self.place, before)

@@ -37,6 +37,11 @@ def why_no_fp8_rows(activation_dtype: str) -> str | None:
     return None
 
 
+def why_no_adapters(device: str) -> str:
+    """Return why LoRA adapters are unavailable on a device other than a CPU."""
+    return f"--enable-lora is not implemented on {device}; serve adapters with --device cpu, or merge one into the weights"
+
+
 def why_no_nodes(node_size: int) -> str:
     """Return why dispatch by node is unavailable on GPUs."""
     return f"--dispatch-node-size is {node_size}; between GPUs every rank sends to every other: give 0"
@@ -83,6 +88,10 @@ class EngineSettings:
     kv_cache_dtype: str = "auto"  # fp8 or int8: codes of eight bits with scales (`kvcache.codes`)
     enable_prefix_caching: bool = True
     mamba_cache_mode: str | None = None  # for recurrent layers: see `keeps_snapshots`; None is align
+    enable_lora: bool = False  # serve LoRA adapters
+    max_loras: int = 8  # adapters that may be used in the same step
+    max_lora_rank: int = 64
+    max_cpu_loras: int | None = None  # adapters that a rank keeps in memory; None: twice `max_loras`
     kv_offloading_bytes: int = 0  # of host memory for KV blocks, shared by the ranks of a node; 0: none
     kv_offloading_dir: str | None = None  # for KV blocks on a disk; None: none
     kv_offloading_disk_bytes: int = 0  # most bytes in that directory
@@ -91,6 +100,16 @@ class EngineSettings:
     def target_itl_s(self) -> float | None:
         """`target_itl_ms` in seconds."""
         return None if self.target_itl_ms is None else self.target_itl_ms / 1000
+
+    @property
+    def num_adapters(self) -> int:
+        """Places of adapters in a step."""
+        return self.max_loras if self.enable_lora else 0
+
+    @property
+    def most_adapters(self) -> int:
+        """Most adapters that a rank keeps in memory."""
+        return max(self.max_loras, self.max_cpu_loras or 2 * self.max_loras)
 
     @property
     def num_drafts(self) -> int:

@@ -89,6 +89,8 @@ class Request:
     # Another rank, of this host or of the node of `prefix_at`, is saving the blocks of this many first tokens to the tiers. The rank
     # waits for them, for a bounded time.
     num_awaited_tokens: int = 0
+    adapter: str = ""  # digest of the LoRA adapter that it uses; "": none
+    adapter_place: int = -1  # where the ranks have it, once the request is at a rank
 
 
 class Logprobs(NamedTuple):
@@ -170,6 +172,25 @@ class ForgetPrefixes(NamedTuple):
     generation: (
         int  # grows with every such order; equal on all ranks, also for those that get the order later
     )
+
+
+class AdapterOrder(NamedTuple):
+    """Load an adapter to a place, equal on all ranks; or, without a directory, empty the place."""
+
+    number: int  # grows with every order
+    place: int  # -1: only check the adapter and keep it in memory, or forget it
+    digest: str
+    directory: str = ""
+
+
+class AdapterReport(NamedTuple):
+    """A rank has followed an adapter order, or could not."""
+
+    number: int  # the order's
+    place: int
+    digest: str
+    reason: str = ""  # why it could not; "" if it has
+    num_bytes: int = 0  # of the adapter on the rank
 
 
 class MemoryOrder(NamedTuple):

@@ -110,6 +110,10 @@ class Roster:
         """Return the sequence of a request, or None if it is unknown or has ended."""
         return self._by_id.get(request_id)
 
+    def uses_adapter(self, place: int) -> bool:
+        """Return whether any sequence uses the adapter at a place."""
+        return any(sequence.request.adapter_place == place for sequence in self._by_id.values())
+
     def num_prefill(self, most: int, *, with_waiting: bool) -> int:
         """Count the prompt tokens still to run, up to `most`: of the sequence that prefills, and of waiting ones."""
         last = self.running[-1] if self.running else None

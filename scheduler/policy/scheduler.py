@@ -165,6 +165,10 @@ class Scheduler:
         """The running sequences, in the order in which they began. Read only."""
         return self._roster.running
 
+    def uses_adapter(self, place: int) -> bool:
+        """Return whether any request uses the adapter at a place."""
+        return self._roster.uses_adapter(place)
+
     @property
     def num_open(self) -> int:
         """Number of sequences that would run together if all waiting ones began, within the limit."""

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kvcache.prefix import LONG_ROOT_KEY, ROOT_KEY, salted, with_weights
+from kvcache.prefix import LONG_ROOT_KEY, ROOT_KEY, adapted, salted, with_weights
 from kvcache.tiers.jobs import FetchJob
 from scheduler.policy.request import FinishReason, Logprobs, Request
 from scheduler.policy.token_rules import TokenRules
@@ -168,8 +168,10 @@ class Sequence:
 
     @property
     def root_key(self) -> bytes:
-        """Root of its block keys. Sequences share no prefix if one is long, or if their weights or salts differ."""
+        """Root of its block keys. Sequences share no prefix if one is long, or if their weights, adapters or salts differ."""
         root, salt = LONG_ROOT_KEY if self.is_long else ROOT_KEY, self.request.cache_salt
+        if self.request.adapter:
+            root = adapted(root, self.request.adapter)
         if self.weights:
             return with_weights(root, self.weights, salt)
         return salted(root, salt) if salt else root

@@ -28,7 +28,14 @@ from moe.load.loader import Report
 from moe.load.random_checkpoint import RandomCheckpoint
 from moe.load.random_quantised import RandomQuantised
 from moe.model import Model, Skeleton
-from scheduler.policy.config import ConfigError, DispatchMode, EngineConfig, why_no_fp8_rows, why_no_nodes
+from scheduler.policy.config import (
+    ConfigError,
+    DispatchMode,
+    EngineConfig,
+    why_no_adapters,
+    why_no_fp8_rows,
+    why_no_nodes,
+)
 from scheduler.sampling.device_sampler import DeviceSampler
 from scheduler.sampling.sampler import HostSampler, Sampler
 from scheduler.step.device_memory import DeviceMemory, GraphBytes, some_sizes
@@ -46,6 +53,8 @@ def backend_of(config: EngineConfig) -> Backend:
     Raises:
         ConfigError: The device is unknown, or does not support a setting.
     """
+    if config.enable_lora and config.device != "cpu":
+        raise ConfigError(why_no_adapters(config.device))
     if config.device == "cpu":
         if problem := why_no_fp8_rows(config.activation_dtype):
             raise ConfigError(problem)
@@ -201,6 +210,7 @@ def open_dispatcher(
     """
     if config.device != "cpu":
         return open_device_dispatcher(config, backend, group, slots_per_rank)
+    slots_per_rank *= 1 + config.num_adapters  # see `moe.cpu.experts.PackedExpertLayer.num_groups`
     name, timeout_s, epoch = config.all2all_backend, config.distributed_timeout_s, config.epoch
     if config.dispatch_node_size:
         return open_hierarchical(

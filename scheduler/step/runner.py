@@ -302,7 +302,8 @@ def fill_step(step: Step, batch: StepBatch, agreed_tokens: int, before: Underway
     row = 0
     for item in batch.items:
         sequence, start, length = item.sequence, item.start, item.num_tokens
-        spans.append(Span(start, length, sequence.block_ids, item.pieces, sequence.is_long))
+        place = sequence.request.adapter_place
+        spans.append(Span(start, length, sequence.block_ids, item.pieces, sequence.is_long, place))
         tokens += sequence.token_ids[start : start + length - len(item.drafts)]
         tokens += item.drafts
         row += length

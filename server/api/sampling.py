@@ -68,6 +68,8 @@ def asks_for(
         raise bad_request(f"{len(prompts)} prompts times n={n} is more than {MAX_CHOICES} choices.", "n")
     stops = _stops(body)
     of_request = {name: value for name in _OF_REQUESTS if (value := getattr(body, name)) is not None}
+    model.check_name(body.model)  # again: an adapter may have been unloaded meanwhile
+    adapter = model.adapter_of(body.model)
     seed = draw_seed(model.draw_seed) if body.seed is None else body.seed
     shared = _sampling(body, own, model, structure)
     kept_tokens = max_len - (1 if max_tokens is None else max_tokens)
@@ -83,6 +85,7 @@ def asks_for(
                 prompt_ids=prompt_ids,
                 params=replace(params, max_tokens=room, seed=(seed + choice) % 2**64),
                 arrival_s=0.0,
+                adapter="" if adapter is None else adapter.digest,
                 **of_request,
             )
             asks.append(

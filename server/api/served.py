@@ -7,9 +7,10 @@ from typing import Any, TypeVar
 
 from server.api.parsers.registry import Markup
 from server.front import errors
+from server.front.adapters import Adapters, NamedAdapter
 from server.front.structure.structure_checks import StructureChecks
 from server.front.tokenizer import Tokenizer
-from server.http.exchanges import seeds_from
+from server.http.exchanges import owner_of_exchange, seeds_from
 
 T = TypeVar("T")
 MAX_LONG_WORK = 2  # threads that render or tokenize long texts, or build long answers
@@ -34,6 +35,7 @@ class ServedModel:
     # Limits the concurrent work in `run`.
     long_work: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_LONG_WORK))
     markup: Markup = Markup()  # noqa: RUF009 - frozen; the model's format for calls and reasoning
+    adapters: Adapters | None = None  # None: the service has none
 
     def check_name(self, name: str | None) -> str:
         """Return the model name for the answer. None is the first served name.
@@ -43,9 +45,27 @@ class ServedModel:
         """
         if name is None:
             return self.names[0]
-        if name not in self.names:
-            raise errors.not_served(name, self.names)
+        if name not in self.names and self.adapter_of(name) is None:
+            raise errors.not_served(name, self.all_names)
         return name
+
+    @property
+    def all_names(self) -> tuple[str, ...]:
+        """The model's names, then those of adapters that the running request's API key may use."""
+        if self.adapters is None:
+            return self.names
+        return (*self.names, *self.adapters.names_for(owner_of_exchange()))
+
+    def adapter_of(self, name: str | None) -> NamedAdapter | None:
+        """Return the adapter that a request's model name chooses. None if it is the model, or if its API key may not use it.
+
+        The name is the adapter's own, or MODEL:ADAPTER, as in SGLang.
+        """
+        if name is None or self.adapters is None or name in self.names:
+            return None
+        base, _, rest = name.partition(":")
+        named = self.adapters.find(name) or (self.adapters.find(rest) if base in self.names else None)
+        return named if named is not None and named.is_for(owner_of_exchange()) else None
 
     async def run(self, work: Callable[[], T], *, is_long: bool) -> T:
         """Run short work at once and long work in a thread, a few at a time: each takes memory."""

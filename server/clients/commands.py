@@ -1,4 +1,4 @@
-"""The commands `chat`, `status`, `drain`, `pools` and `models`. Nothing heavy is imported here, because `wideep --help` needs it."""
+"""The commands `chat`, `status`, `drain`, `pools`, `lora` and `models`. Nothing heavy is imported here, because `wideep --help` needs it."""
 
 import argparse
 import math
@@ -26,6 +26,12 @@ _POOLS_EXAMPLE = """\
 examples:
   wideep pools                 show the pools, their roles and their loads
   wideep pools decode-1 prefill   let the pool decode-1 run prompts only
+"""
+_LORA_EXAMPLE = """\
+examples:
+  wideep lora                          show the adapters and which of them the ranks have at a place
+  wideep lora load sql /adapters/sql   check an adapter on all ranks, and serve it as model sql
+  wideep lora unload sql               remove it; its open requests end as usual
 """
 
 
@@ -83,6 +89,33 @@ def _add_pools_flags(parser: argparse.ArgumentParser) -> None:
     )
     add_url(parser)
     parser.add_argument("--json", action="store_true", help="print the response of GET /pools")
+
+
+def _add_lora_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "action", nargs="?", choices=["list", "load", "unload"], default="list", metavar="ACTION",
+        help="list, load or unload (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "name", nargs="?", metavar="NAME", help="name of the adapter, which requests use as `model`"
+    )
+    parser.add_argument("path", nargs="?", metavar="PATH", help="its directory, which every node has")
+    add_url(parser)
+    parser.add_argument(
+        "--replace", action="store_true", help="load: give a name that is in use this adapter"
+    )
+    parser.add_argument("--pin", action="store_true", help="load: never let another adapter have its place")
+    parser.add_argument("--json", action="store_true", help="print the response of GET /adapters")
+
+
+def _prepare_lora(args: argparse.Namespace) -> tuple[Any, ...]:
+    needed = {"list": 0, "load": 2, "unload": 1}[args.action]
+    given = [each for each in (args.name, args.path) if each is not None]
+    if len(given) == needed + 1 and "://" in given[-1]:  # `wideep lora list URL`
+        args.url = given.pop()
+    if len(given) != needed:
+        raise OptionsError(f"{args.action} takes {('no name', 'NAME', 'NAME and PATH')[needed]}")
+    return (args,)
 
 
 def _prepare_pools(args: argparse.Namespace) -> tuple[Any, ...]:
@@ -153,6 +186,16 @@ POOLS = Command(
     add_flags=_add_pools_flags,
     prepare=_prepare_pools,
     run="server.clients.pools:run_pools",
+)
+LORA = Command(
+    name="lora",
+    group=USING,
+    help="list, load or unload the LoRA adapters of a service",
+    description="List the LoRA adapters of a running service, after loading or unloading one if given.\nOther requests continue.",
+    examples=_LORA_EXAMPLE,
+    add_flags=_add_lora_flags,
+    prepare=_prepare_lora,
+    run="server.clients.lora:run_lora",
 )
 MODELS = Command(
     name="models",

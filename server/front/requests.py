@@ -25,6 +25,7 @@ from typing import Protocol
 from scheduler.policy.request import FinishReason, RankStats, RequestOutput, Withdraw
 from scheduler.structure.compiler import CLIENTS_FAULT, StructureError
 from server.front import errors
+from server.front.adapters import Adapters
 from server.front.admission import Admission
 from server.front.detokenizer import Decoder
 from server.front.errors import ApiError
@@ -112,8 +113,10 @@ class Requests:
         why_not_ready: Callable[[], str | None] = lambda: None,
         who_asks: Callable[[], Asker] = lambda: NOBODY,
         label_of: Callable[[int | None], str] = lambda _number: "",
+        adapters: Adapters | None = None,
     ) -> None:
-        """Args: timeout_s is the deadline of each request, 0 for none; admission limits open requests, None for no limit.
+        """Args: timeout_s is the deadline of each request, 0 for none; admission limits open requests, None for no limit;
+        adapters has the places of the requests' adapters, None if no request has one.
 
         on_ask is called for every accepted choice, on_answer for every accepted request. why_not_ready returns the reason to
         refuse requests now, or None; who_asks returns the client of an `open` call. label_of returns the label of a version of the
@@ -139,6 +142,9 @@ class Requests:
         self._on_ask, self._on_answer = on_ask, on_answer
         self._why_not_ready = why_not_ready
         self._who_asks, self._label_of = who_asks, label_of
+        self._adapters = adapters
+        if adapters is not None:
+            adapters.on_resident, adapters.on_failed = self._submit_parked, self._fail_adapter
         self._due: list[Answer] = []  # answers with pieces of the step being delivered
         self._num_tokens = 0  # of the step being delivered
         self._gaps_s: dict[float, int] = {}  # of the step being delivered, as in `RequestCounts.note_tokens`
@@ -321,6 +327,20 @@ class Requests:
         self._router.enter(rank)
         self._submit_parked()
 
+    def _fail_adapter(self, digest: str, failure: ApiError) -> None:
+        """End the requests that use, or wait for, an adapter that a rank cannot load."""
+        for generation in reversed(list(self._open.values())):  # held choices before those they follow
+            if generation.ask.request.adapter == digest:
+                self._abort(generation, FinishReason.ERROR, failure)
+
+    def _adapter_place(self, generation: Generation) -> int | None:
+        """Return the place of a choice's adapter, -1 if it has none; None if it must wait for one."""
+        request = generation.ask.request
+        if not request.adapter:
+            return -1
+        assert self._adapters is not None, "the service has no adapters"
+        return self._adapters.admit(request.adapter, request.request_id)
+
     def _submit_parked(self) -> None:
         for request_id in list(self._parked):  # a loss meanwhile may end them or park them again
             generation = self._parked.pop(request_id, None)
@@ -443,7 +463,7 @@ class Requests:
         previous: int | None = None,
         saved_tokens: int = 0,
     ) -> None:
-        """Submit a choice and its delivered tokens to the best rank, or park it if there is no rank.
+        """Submit a choice and its delivered tokens to the best rank, or park it if no rank is there or its adapter has no place.
 
         Args:
             is_moved: Whether to pick a rank regardless of the session, which then follows the request to that rank.
@@ -452,11 +472,12 @@ class Requests:
             saved_tokens: First tokens that its last rank is saving to the tiers of its host.
         """
         request_id, params = generation.ask.request.request_id, generation.ask.request.params
-        if not self._router.has_ranks:
+        place = self._adapter_place(generation) if self._router.has_ranks else None
+        if place is None:
             self._expect_no_more(generation)
             self._parked[request_id] = generation
             return
-        request = self._journal.request_so_far(request_id)
+        request = replace(self._journal.request_so_far(request_id), adapter_place=place)
         token_ids = [*request.prompt_ids, *request.replayed_ids]
         session = generation.asker.session
         num_more = max(0, params.max_tokens - len(request.replayed_ids))
@@ -597,6 +618,8 @@ class Requests:
             timer.cancel()
         self._journal.close(request.request_id, reason, now_s=now_s, error=error)
         self._router.retire(request.request_id)
+        if self._adapters is not None and request.adapter:
+            self._adapters.release(request.adapter, request.request_id)
         self._metrics.note_end(
             generation.rank,
             reason,

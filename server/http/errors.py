@@ -24,7 +24,9 @@ OLLAMA_PATH = "/api/"  # errors under it have Ollama's shape
 _SHOWN_CHARACTERS = 200  # of a path in a message
 _DEFAULT_DETAIL = {404: "Not Found", 405: "Method Not Allowed"}  # Starlette's texts
 _GENERATES = "serves text generation only"
-_NO_ADAPTERS = "does not serve LoRA adapters; merge one into the weights and serve the result"
+_NO_TENSORS = (
+    "loads LoRA adapters from directories only; write the adapter to disk and use /load_lora_adapter"
+)
 # Unsupported endpoints of OpenAI, vLLM and SGLang, by path prefix.
 _NOT_SERVED = {
     **dict.fromkeys(
@@ -34,9 +36,7 @@ _NOT_SERVED = {
         ),
         _GENERATES,
     ),
-    **dict.fromkeys(
-        ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/load_lora_adapter", "/unload_lora_adapter"), _NO_ADAPTERS
-    ),
+    "/load_lora_adapter_from_tensors": _NO_TENSORS,
     **dict.fromkeys(("/v1/assistants", "/v1/threads", "/v1/vector_stores"), "has no assistants; use /v1/responses"),
 }  # fmt: skip
 

@@ -39,6 +39,7 @@ _GUARDED = (
     "/experts/history",  # the present and past placement of every expert
     "/health_generate",  # makes a rank work
     *("/get_model_info", "/model_info"),  # the model's path on this machine
+    "/adapters",  # their paths on this machine
     "/tokenizer_info",  # the chat template, which may be private
     "/weight_info",  # folders of this machine
 )
@@ -77,6 +78,10 @@ OPERATOR_PATHS = (  # in addition to requests to `_CHANGED` that change somethin
     "/destroy_weights_update_group",
     "/pause_generation",
     "/continue_generation",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+    "/load_lora_adapter",
+    "/unload_lora_adapter",
 )
 _CHANGED = ("/experts/", "/pools")
 _MOST_SHOWN_CHARS = 100

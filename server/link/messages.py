@@ -34,6 +34,8 @@ from scheduler.epochs.heartbeat import Heartbeat
 from scheduler.epochs.orders import Order
 from scheduler.moves.reports import ExpertMap, LoadReport, PlacementReport
 from scheduler.policy.request import (
+    AdapterOrder,
+    AdapterReport,
     ForgetPrefixes,
     MemoryOrder,
     RankStats,
@@ -242,10 +244,11 @@ class DropPlacement(NamedTuple):
 
 FromRank = (
     StepOutput | Heartbeat | LoadReport | ExpertMap | PlacementUpdate | Regrouped | Fault | MemoryUse | MemorySwitched
-    | WeightReport
+    | WeightReport | AdapterReport
 )  # fmt: skip
 ToRank = (
     Submit | Expect | Abort | Withdraw | Stop | Prepare | DropPlacement | Order | ForgetPrefixes | MemoryOrder | WeightOrder
+    | AdapterOrder
 )  # fmt: skip
 # These begin and end a stream; its two ends handle them.
 _OfStream = RankFacts | Claim | Claimed | Welcome | Goodbye

@@ -9,6 +9,7 @@ from typing import assert_never
 from scheduler.epochs.heartbeat import Heartbeat
 from scheduler.epochs.orders import Order, by_rank
 from scheduler.moves.reports import ExpertMap, LoadReport
+from scheduler.policy.request import AdapterReport
 from scheduler.weights.versions import WeightReport
 from server.link.messages import (
     Fault,
@@ -42,7 +43,9 @@ def to_service(message: FromRank, pool: range) -> FromRank:
             return message._replace(report=replace(report, rank=pool[report.rank], reason=reason))
         case Fault(_, reason):
             return message._replace(reason=by_rank(reason, pool))
-        case ExpertMap() | Regrouped() | MemoryUse() | MemorySwitched():  # they name no rank
+        case (
+            ExpertMap() | Regrouped() | MemoryUse() | MemorySwitched() | AdapterReport()
+        ):  # they name no rank
             return message
         case _:
             assert_never(message)

@@ -17,7 +17,8 @@ from typing import Any, get_args
 
 import yaml
 
-from scheduler.policy.config import EngineSettings
+from scheduler.policy.config import EngineSettings, why_no_adapters
+from server.options.adapters import modules_of
 from server.options.checks import check_certificate, check_traces
 from server.options.flag import OptionsError, add_flags, words_of
 from server.options.foreign.flags import ForeignFlag, judge
@@ -326,6 +327,7 @@ def _check_together(options: Options, environment: Mapping[str, str]) -> None:
             "--ssl-certfile does not apply to --uds, whose socket is local to this machine; leave it out"
         )
     _check_tiers(options.engine)
+    _check_adapters(options)
     _check_pools(options)
     check_certificate(options.http.ssl_certfile, options.http.ssl_keyfile)
     if options.log.otlp_endpoint is not None:
@@ -343,6 +345,26 @@ def _check_tiers(engine: EngineSettings) -> None:
         raise OptionsError(
             f"{flag} keeps cached prefixes, but --no-enable-prefix-caching disables the prefix cache; remove one of them"
         )
+
+
+def _check_adapters(options: Options) -> None:
+    engine = options.engine
+    if not engine.enable_lora:
+        if options.lora_modules or options.lora_dir is not None:
+            flag = "--lora-modules" if options.lora_modules else "--lora-dir"
+            raise OptionsError(f"{flag} needs --enable-lora")
+        return
+    if options.device == "cuda":  # "auto" is checked when the device is known
+        raise OptionsError(why_no_adapters(options.device))
+    if engine.max_cpu_loras is not None and engine.max_cpu_loras < engine.max_loras:
+        raise OptionsError(
+            f"--max-cpu-loras is {engine.max_cpu_loras}; it must be at least --max-loras ({engine.max_loras})"
+        )
+    for name in modules_of(options.lora_modules):
+        if name in options.served_model_names:
+            raise OptionsError(
+                f"--lora-modules has the name {name!r}, which is a name of the model; choose another"
+            )
 
 
 def _check_pools(options: Options) -> None:

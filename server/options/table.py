@@ -19,6 +19,7 @@ from dispatch.wires.availability import BACKENDS
 from expert_placement.config import EplbConfig, EplbConfigError, parse_eplb_config
 from scheduler.policy.config import DispatchMode, EngineSettings
 from scheduler.policy.speculative import SpeculativeConfig, SpeculativeConfigError, parse_speculative_config
+from server.options.adapters import read_modules
 from server.options.checkpoint import MODEL, STORED_METHODS, CheckpointOptions
 from server.options.checks import check_key, read_cluster_key, read_keys
 from server.options.flag import (
@@ -69,6 +70,7 @@ DISPATCH = Group("dispatch", "the ranks")
 PLACEMENT = Group("expert placement", "the front and the ranks")
 LIMITS = Group("limits", "the front and the ranks")
 MEMORY = Group("memory", "the ranks")
+ADAPTERS = Group("LoRA adapters", "the front and the ranks")
 LOGS = Group("logs and traces", "the front")
 
 _LEVELS = ("debug", "info", "warning", "error", "critical")
@@ -640,6 +642,30 @@ class Options:
     engine_kv_offloading_disk_bytes = row(flag(
         MEMORY, "--kv-offloading-disk-size", read=size_in_gib, metavar="SIZE", default_text="0, no such tier",
         help="largest total size of the files in --kv-offloading-dir, e.g. 200G; a plain number counts GiB",
+    ))  # fmt: skip
+
+    engine_enable_lora = row(switch(
+        ADAPTERS, "--enable-lora",
+        help="serve LoRA adapters in PEFT's format on attention, MLPs, routers and experts; CPU only (docs/adapters.md)",
+    ))  # fmt: skip
+    lora_modules: tuple[str, ...] = flag(
+        ADAPTERS, "--lora-modules", read=read_modules, metavar="NAME=PATH", action="extend", nargs="+", default=(),
+        default_text="none", help="adapters to load at the start; requests choose one by its name as `model`",
+    )  # fmt: skip
+    lora_dir: str | None = flag(
+        ADAPTERS, "--lora-dir", read=_directory, metavar="DIR", default_text="none",
+        help="folder with an adapter in each subfolder; new ones are loaded under the name of their subfolder, and changed ones again",
+    )  # fmt: skip
+    engine_max_loras = row(flag(
+        ADAPTERS, "--max-loras", read=whole(1, 128), metavar="N",
+        help="maximum number of adapters that the requests of a step may use; requests of others wait for their turn",
+    ))  # fmt: skip
+    engine_max_lora_rank = row(flag(
+        ADAPTERS, "--max-lora-rank", read=whole(1, 4096), metavar="R", help="largest rank of an adapter",
+    ))  # fmt: skip
+    engine_max_cpu_loras = row(flag(
+        ADAPTERS, "--max-cpu-loras", read=whole(1), metavar="N", default_text="twice --max-loras",
+        help="maximum number of adapters that a rank keeps in memory; others are read from their files again",
     ))  # fmt: skip
 
     log: LogOptions = field(default=LogOptions())

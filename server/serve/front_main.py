@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, assert_never
 from scheduler.epochs.connections import break_silent
 from scheduler.epochs.heartbeat import LOOK_EVERY_S, Heartbeat
 from scheduler.moves.reports import ExpertMap, LoadReport
+from scheduler.policy.request import AdapterReport
 from scheduler.weights.versions import WeightReport
 from server.front.errors import ApiError
 from server.front.journal import Journal
@@ -302,6 +303,8 @@ class _Front:
                 http.sleep_mode.take_switched(rank, number)
             case WeightReport():
                 http.weights.take_report(message)
+            case AdapterReport():
+                http.adapters.take_report(rank, message)
             case MemoryUse(resident_bytes):
                 self._metrics.note_memory(rank, resident_bytes)
             case RankFacts():
@@ -344,12 +347,14 @@ class _Front:
             self._ranks.stop()  # too late to serve
         else:
             self._http.sleep_mode.note_rank(facts.rank, facts.memory)
+            self._http.adapters.note_rank(facts.rank)
             if self._http.weights.may_join(facts):
                 pool.leader.attach(facts.rank, epoch=facts.served.epoch if facts.served else 0)
 
     def _lose(self, rank: int, reason: str) -> None:
         """Hand a lost rank's requests to the other ranks. While the service is ending, only log the loss."""
         self._metrics.note_lost(rank)
+        self._http.adapters.note_lost(rank)
         if self._http.weights.lose(rank):
             _LOG.warning("rank %d is lost before it had loaded the serving weights: %s", rank, reason)
         elif self._is_closing or self._ending.now.is_set():

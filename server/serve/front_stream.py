@@ -20,7 +20,15 @@ from scheduler.assembly import Assembled
 from scheduler.epochs.orders import Order
 from scheduler.moves.reports import ExpertMap, MoveState, PlacementReport
 from scheduler.policy.config import EngineConfig
-from scheduler.policy.request import Expected, ForgetPrefixes, MemoryOrder, RankStats, RequestOutput, Withdraw
+from scheduler.policy.request import (
+    AdapterOrder,
+    Expected,
+    ForgetPrefixes,
+    MemoryOrder,
+    RankStats,
+    RequestOutput,
+    Withdraw,
+)
 from scheduler.weights.versions import WeightOrder
 from server.link.messages import (
     Abort,
@@ -99,6 +107,8 @@ class FrontStream:
         self.link = self._make_link(self._facts)
         built.engine.memory.on_switched = lambda number: self.link.send(MemorySwitched(number))
         built.engine.weights.on_report = lambda report: self.link.send(report)
+        if built.engine.adapters is not None:
+            built.engine.adapters.on_report = lambda report: self.link.send(report)
 
     def _make_link(self, facts: RankFacts) -> RankLink:
         return RankLink(
@@ -182,6 +192,9 @@ class FrontStream:
                 engine.memory.order(message)
             case WeightOrder():
                 engine.weights.order(message)
+            case AdapterOrder():
+                assert engine.adapters is not None, "the front and its ranks have the same options"
+                engine.adapters.order(message)
             case FrontLost(reason, is_broken):
                 self._lose_front(reason, is_broken=is_broken)
             case _:

@@ -40,8 +40,10 @@ from server.experts.load import ExpertsLoad
 from server.experts.metrics import ExpertsMetrics
 from server.experts.record_files import default_folder
 from server.experts.routes import expert_load_routes, placement_routes
+from server.front.adapter_folder import AdapterFolder
+from server.front.adapters import Adapters
 from server.front.admission import Admission
-from server.front.errors import draining
+from server.front.errors import ApiError, draining
 from server.front.events import EventLog
 from server.front.generations import Ask
 from server.front.journal import Journal
@@ -57,6 +59,7 @@ from server.front.structure.structure_checks import StructureChecks
 from server.front.tokenizer import TemplateFacts, Tokenizer
 from server.front.weights.group import WeightGroup
 from server.front.weights.updates import WeightUpdates
+from server.http.adapter_routes import AdapterMetrics, adapter_routes
 from server.http.app import build_app
 from server.http.connections import ConnectionBound, Listener, default_most
 from server.http.docs_page import docs_routes
@@ -78,6 +81,7 @@ from server.http.weight_routes import weight_routes
 from server.link.ranks import Ranks
 from server.machine.steady_clock import SteadyClock
 from server.machine.versions import version_of
+from server.options.adapters import modules_of
 from server.options.pools import Pool
 from server.options.table import PRIORITY, HttpOptions, Options
 from server.serve.pool_front import PoolFront
@@ -149,6 +153,15 @@ class HttpService:
         router = ROUTERS[options.routing_policy](ranks.num_ranks, prefill_threshold=options.prefill_threshold)
         self._moves = Moves(router, ranks, journal, events=self.events)
         self._roles = PoolRoles(pools, router, self._moves, self.events, is_auto=options.pool_roles == "auto")
+        engine = options.engine
+        self.adapters = Adapters(
+            ranks,
+            num_places=engine.num_adapters,
+            max_rank=engine.max_lora_rank,
+            base_names=options.served_model_names,
+            kept=kept / "adapters.json" if engine.enable_lora else None,
+            events=self.events,
+        )
         self.requests = Requests(
             decoder=tokenizer,
             ranks=ranks,
@@ -163,6 +176,7 @@ class HttpService:
             why_not_ready=self._why_refused,
             who_asks=asker_of_exchange,
             label_of=self.weights.label_of,
+            adapters=self.adapters,
         )
         self.pausing, self._weight_group = Pausing(self.requests), WeightGroup()
         self.sleep_mode = SleepMode(
@@ -173,11 +187,13 @@ class HttpService:
             on_level=metrics.note_sleep,
             events=self.events,
         )
-        self.model = _served_model(options, tokenizer, ranks)
+        self.adapters.on_broken = self._forget_prefixes
+        self.model = _served_model(options, tokenizer, ranks, self.adapters)
         self._router = router
         self._balancing: list[asyncio.Task[None]] = []  # with --enable-eplb, once it serves
         name, are_named = options.served_model_names[0], self._has_several
         metrics.add(ExpertsMetrics(self._loads, name, are_named=are_named))
+        metrics.add(AdapterMetrics(self.adapters, options.served_model_names[0]))
         metrics.add(FrontMetrics(self.requests, router, name))
         metrics.add(MembershipMetrics(self._epochs, journal, self._num_parked, name, are_named=are_named))
         version = version_of("wideep") or "0+unknown"  # an uninstalled checkout
@@ -299,6 +315,7 @@ class HttpService:
             pool_routes(self._roles, self.why_not_ready),
             sleep_routes(self.sleep_mode, lambda: self.requests.num_open),
             weight_routes(self.weights, self.pausing, self.requests, self._weight_group),
+            adapter_routes(self.adapters),
             dashboard_routes(),
             docs_routes(),
             throughput_routes(metrics.throughput),
@@ -314,8 +331,12 @@ class HttpService:
         tasks = [asyncio.create_task(self._keep_ticking()), asyncio.create_task(self._batch_runs.serve())]
         if self._options.enable_eplb:
             self._balancing = [asyncio.create_task(_keep_balancing(each.placement)) for each in self.pools]
+        starting = asyncio.create_task(self._start_adapters())
+        tasks.append(starting)
         try:
             await self._server.serve(sockets=[listener])
+            if starting.done():
+                starting.result()  # raises if an adapter of the start cannot be served
         finally:
             tasks += self._balancing
             for task in tasks:
@@ -324,6 +345,18 @@ class HttpService:
             await asyncio.to_thread(self._traces.close)
             await self.model.structures.close()
             await self._weight_group.close()
+
+    async def _start_adapters(self) -> None:
+        """Load the adapters of the start, and then those of a watched folder; end the server if one of the start cannot be served."""
+        try:
+            await self.adapters.start(
+                modules_of(self._options.lora_modules), lambda: why_service_not_ready(self._epochs) is None
+            )
+            if self._options.lora_dir is not None:
+                await AdapterFolder(Path(self._options.lora_dir), self.adapters, self.events).run()
+        except ApiError:
+            self.stop(0)
+            raise
 
     async def _keep_ticking(self) -> None:
         """Sample the throughput, and log it unless disabled. Let the roles of pools follow the load."""
@@ -383,7 +416,11 @@ class HttpService:
         return self._why_asleep() or self.weights.why_no_moves()
 
     def _why_refused(self) -> str | None:
-        return why_service_not_ready(self._epochs) or self.sleep_mode.why_not_ready()
+        return (
+            why_service_not_ready(self._epochs)
+            or self.sleep_mode.why_not_ready()
+            or self.adapters.why_not_ready()
+        )
 
     def why_not_ready(self) -> str | None:
         """Return why the service is not ready, or None if it is."""
@@ -501,10 +538,11 @@ def warn_of_unknown_calls(options: Options, template: TemplateFacts) -> None:
         )
 
 
-def _served_model(options: Options, tokenizer: Tokenizer, ranks: Ranks) -> ServedModel:
+def _served_model(options: Options, tokenizer: Tokenizer, ranks: Ranks, adapters: Adapters) -> ServedModel:
     warn_of_unknown_calls(options, tokenizer.template)
     return ServedModel(
         names=options.served_model_names,
+        adapters=adapters,
         directory=options.model,
         has_metrics=options.per_request_metrics,
         has_priorities=options.scheduling_policy == PRIORITY,

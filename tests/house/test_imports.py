@@ -60,6 +60,7 @@ ORDER = (
     ("scheduler.policy",),
     ("moe.survey",),
     ("moe.demo_model", "moe.model"),
+    ("moe.lora.bank",),
     ("moe.cpu", "moe.gpu", "moe.rehearsal"),
     ("moe.cpu.program",),
     ("moe.cpu.experts",),
@@ -74,6 +75,7 @@ ORDER = (
         "moe.kernel_weight",
         "moe.load",
         "moe.long_rotary",
+        "moe.lora",
         "moe.published_types",
         "moe.load_counts",
         "moe.routing",
@@ -159,6 +161,7 @@ WITHOUT_TORCH = [
     "kvcache.blocks",
     "kvcache.states",
     "moe.load.quantisation",
+    "moe.lora.adapter_files",
     "server.serve.worker",
     "server.tools.doctor.run",
 ]

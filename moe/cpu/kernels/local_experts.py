@@ -3,12 +3,13 @@
 They do what `dispatch` does between ranks, with the same order and arithmetic: a token's outputs are multiplied and added
 in the order of its choices (see `dispatch.cpu_kernels.answers`), so a row's bits do not depend on the number of ranks.
 
-Legend: T rows, K choices, P = T x K pairs, S slots, E experts, D hidden dim.
+Legend: T rows, K choices, P = T x K pairs, S slots, G groups of pairs, E experts, D hidden dim.
 """
 
 import math
 
 import numpy as np
+from numba import njit
 
 from attention.cpu.tiles import TILES_VERSION
 from dispatch.compiled.native import floats, now_ns, words
@@ -17,17 +18,28 @@ from dispatch.compiled.team import Kernel
 _TILE_VALUES = 1 << 14
 
 
+@njit(nogil=True)
+def _first_group(adapters_at, row, num_slots):  # type: ignore[no-untyped-def]
+    # Of the row's adapter.
+    if adapters_at == 0:
+        return 0
+    return (words(adapters_at, row + 1)[row] + 1) * num_slots
+
+
 def _sort_pairs(  # type: ignore[no-untyped-def]
     tile, ids_at, choices, slots_at, num_experts, num_slots, offsets_at, row_of_at, pair_of_at, facts, table,
+    adapters_at, num_groups,
 ):  # fmt: skip
-    """Sort the pairs by slot, then token, then choice, and count them.
+    """Sort the pairs by group, then token, then choice, and count them.
 
     Args:
         ids_at: Address of [T, K] int64. choices: K. slots_at: Address of [E] int64, every expert's slot.
-        offsets_at: Address of [S + 1] int64, written: the pairs of slot s are [offsets[s], offsets[s + 1]).
+        offsets_at: Address of [G + 1] int64, written: the pairs of group g are [offsets[g], offsets[g + 1]).
         row_of_at, pair_of_at: Addresses of [P] int64, written: each sorted pair's row, and each choice's sorted pair.
         facts: Address of T, padded T and the number of decodes (the first rows); read when the program runs.
         table: Address of [2, E + 1] int64, see `moe.load_counts`; 0 disables counting.
+        adapters_at: Address of [T] int64, the place of each row's adapter, or -1. 0: no row has one.
+        num_groups: G; see `moe.cpu.experts.PackedExpertLayer.num_groups`.
     """
     if tile < 0:
         return 1
@@ -36,17 +48,17 @@ def _sort_pairs(  # type: ignore[no-untyped-def]
     ids, slot_of, offsets = (
         words(ids_at, pairs),
         words(slots_at, num_experts),
-        words(offsets_at, num_slots + 1),
+        words(offsets_at, num_groups + 1),
     )
     row_of, pair_of = words(row_of_at, pairs), words(pair_of_at, pairs)
     offsets[:] = 0
     for pair in range(pairs):
-        offsets[slot_of[ids[pair]] + 1] += 1
-    for slot in range(num_slots):
+        offsets[slot_of[ids[pair]] + _first_group(adapters_at, pair // choices, num_slots) + 1] += 1
+    for slot in range(num_groups):
         offsets[slot + 1] += offsets[slot]
-    place = offsets[:num_slots].copy()
+    place = offsets[:num_groups].copy()
     for pair in range(pairs):
-        slot = slot_of[ids[pair]]
+        slot = slot_of[ids[pair]] + _first_group(adapters_at, pair // choices, num_slots)
         row_of[place[slot]] = pair // choices
         pair_of[pair] = place[slot]
         place[slot] += 1

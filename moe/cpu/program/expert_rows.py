@@ -1,6 +1,6 @@
 """Program rows for a rank's experts: received rows, sorted by slot, then up and down products.
 
-Legend: N rows, P pairs (row, choice), S slots, D hidden dim, I intermediate dim.
+Legend: N rows, P pairs (row, choice), S slots, G groups of pairs, D hidden dim, I intermediate dim.
 """
 
 from typing import NamedTuple
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe.cpu.experts import PackedExpertLayer
+from moe.cpu.experts import AdaptedPairs, PackedExpertLayer
 from moe.cpu.kernels.local_experts import CLOCK
 from moe.cpu.kernels.products import GATHER
 from moe.cpu.program.activations import Activations, Rows
@@ -21,8 +21,9 @@ class RoutedRows(NamedTuple):
     x_ND: Tensor  # float32, the most rows that may arrive
     num_rows: int  # address of their number
     row_of: int  # address of [P] int64: the row of each pair, sorted by slot
-    offsets: int  # address of [S + 1] int64: the pairs of slot s are [offsets[s], offsets[s + 1])
+    offsets: int  # address of [G + 1] int64: the pairs of group g are [offsets[g], offsets[g + 1])
     num_pairs: int  # most pairs that may arrive
+    num_groups: int  # G: the slots S, or `PackedExpertLayer.num_groups`
 
 
 class ExpertsClock:
@@ -52,14 +53,23 @@ def expert_rows(
     gathered = activations.room("gathered", up.format.row_bytes, torch.uint8, rows=pairs).data_ptr()
     raised_PI = activations.room("raised", down.in_dim, rows=pairs)
     answers_PD = activations.room("answers", down.width, rows=pairs)
-    num_pairs = asked.offsets + 8 * up.num_slots  # address of their number
+    num_pairs = asked.offsets + 8 * asked.num_groups  # address of their number
     quantised, given = activations.taken(up.format, asked.x_ND, asked.num_rows)
     lowered, taken = activations.taken(down.format, raised_PI, num_pairs)
+    raised, answers = raised_PI.data_ptr(), answers_PD.data_ptr()
+    raising = [up.product_row(gathered, asked.offsets, raised, is_gated=True)]
+    adding: Rows = []
+    if asked.num_groups > up.num_slots:
+        adapted = AdaptedPairs(layer, asked.offsets, asked.x_ND.data_ptr(), asked.row_of)
+        both_PI = activations.room("both", up.width, rows=pairs)
+        raising += adapted.raised_rows(gathered, both_PI.data_ptr(), raised)
+        adding = [adapted.down_row(raised, down.in_dim * 4, answers)]
     rows = [
         *quantised,
         GATHER.row(given, up.format.row_bytes, asked.row_of, num_pairs, gathered),
-        up.product_row(gathered, asked.offsets, raised_PI.data_ptr(), is_gated=True),
+        *raising,
         *lowered,
-        down.product_row(taken, asked.offsets, answers_PD.data_ptr()),
+        down.product_row(taken, asked.offsets, answers, num_groups=asked.num_groups),
+        *adding,
     ]
     return clock.around(rows), answers_PD

@@ -99,9 +99,12 @@ class LayerProgram:
             self.tile_tokens = tile_tokens(attention.heads, attention.kv_heads)
         self._module = weakref.ref(module)
         self._step, self._activations = step, activations
-        self._part_rows = PartRows(parts.hidden, step, activations)
-        self._programs: _Programs | None = None
-        self._asked: _Asked | None = None
+        # By whether any row of a step has an adapter.
+        self._part_rows = [
+            PartRows(parts.hidden, step, activations, has_adapters=each) for each in (False, True)
+        ]
+        self._programs: list[_Programs | None] = [None, None]
+        self._asked: list[_Asked | None] = [None, None]
         self._clock = ExpertsClock()
 
     def forward(
@@ -158,8 +161,7 @@ class LayerProgram:
 
     def ask_experts(self) -> Tensor:
         """Run the layer's experts on the output of the rows before them: [T, D], new. Collective."""
-        programs, experts, padded = self._programs, self.parts.experts, self._step.num_padded
-        assert programs is not None
+        programs, experts, padded = self._current, self.parts.experts, self._step.num_padded
         given = (each[:padded] for each in programs.chosen)
         answers: Tensor = experts.expert_layer.run(experts, *given)
         return answers
@@ -189,9 +191,8 @@ class LayerProgram:
         """After the rows of a whole layer, record what `PackedExpertLayer.run` records of a step."""
         self.note_times()
         if self.wants_sample(self._step.num_tokens):
-            assert self._programs is not None
             expert_layer = self.parts.experts.expert_layer
-            served_TD = self._programs.chosen.x_TD[: self._step.num_tokens]
+            served_TD = self._current.chosen.x_TD[: self._step.num_tokens]
             expert_layer.sample_TD = grown_sample(expert_layer.sample_TD, served_TD)
 
     def note_times(self) -> None:
@@ -203,18 +204,26 @@ class LayerProgram:
         """Return whether the input of a whole layer's experts must be sampled, before the next layer overwrites it."""
         return is_grown(self.parts.experts.expert_layer.sample_TD, num_rows)
 
-    def _programs_for(self, pages: PagedCache, rotary_dim: int) -> _Programs:
-        programs = self._programs
-        if programs is None or programs.pages is not pages or programs.rotary_dim != rotary_dim:
-            programs = self._programs = self._write(pages, rotary_dim)
-            self._asked = None
+    @property
+    def _current(self) -> _Programs:
+        """The programs for the present step, which `rows` has returned."""
+        programs = self._programs[self._step.has_adapters]
+        assert programs is not None, "no rows were written for such a step"
         return programs
 
-    def _write(self, pages: PagedCache, rotary_dim: int) -> _Programs:
-        parts, room, linear = self.parts, self._activations.room, self._part_rows.linear
-        attention, D, facts = parts.attention, parts.hidden, self._part_rows.facts
+    def _programs_for(self, pages: PagedCache, rotary_dim: int) -> _Programs:
+        kind = self._step.has_adapters
+        programs = self._programs[kind]
+        if programs is None or programs.pages is not pages or programs.rotary_dim != rotary_dim:
+            programs = self._programs[kind] = self._write(pages, rotary_dim, self._part_rows[kind])
+            self._asked[kind] = None
+        return programs
+
+    def _write(self, pages: PagedCache, rotary_dim: int, part_rows: PartRows) -> _Programs:
+        parts, room, linear = self.parts, self._activations.room, part_rows.linear
+        attention, D, facts = parts.attention, parts.hidden, part_rows.facts
         normed, projected, sums = room("normed", D), room("projected", D), room("sums", D)
-        attended, rows = self._part_rows.mixer(attention, pages, rotary_dim)
+        attended, rows = part_rows.mixer(attention, pages, rotary_dim)
         first = norm_rows(
             0, parts.input_norm.weight.data_ptr(), parts.input_norm.eps, D, normed.data_ptr(), facts
         )
@@ -239,7 +248,7 @@ class LayerProgram:
                 ),
             ]  # fmt: skip
         shared_out = room("shared", D)
-        shared = [] if parts.mlp is None else self._part_rows.mlp(parts.mlp, normed, shared_out)
+        shared = [] if parts.mlp is None else part_rows.mlp(parts.mlp, normed, shared_out)
         of_all = {"shared": shared_out.data_ptr()} if router is not None and parts.mlp is not None else {}
         after = [*shared, add_row(shared_out.data_ptr(), sums.data_ptr(), D, facts, **of_all)]
         before, dtype = program_of(rows), pages.keys[attention.layer].dtype
@@ -252,14 +261,15 @@ class LayerProgram:
         """Return rows that include the experts, or are cut at the exchange."""
         written_for = (
             programs.before, layer.up.address_S, layer.down.address_S, layer.choice, layer.counts, layer.dispatcher,
-            self._activations.tokens_per_rank,
+            self._activations.tokens_per_rank, None if layer.adapters is None else layer.adapters.up,
         )  # fmt: skip
-        asked = self._asked
+        kind = self._step.has_adapters
+        asked = self._asked[kind]
         if asked is None or any(
             one is not other for one, other in zip(asked.written_for, written_for, strict=True)
         ):
             write = self._write_whole if _is_alone(layer) else self._write_spread
-            asked = self._asked = write(programs, layer, written_for)
+            asked = self._asked[kind] = write(programs, layer, written_for)
         return asked
 
     def _write_spread(
@@ -272,7 +282,7 @@ class LayerProgram:
             spread.sums_TD.data_ptr(),
             programs.sums,
             self.parts.hidden,
-            self._part_rows.facts,
+            self._part_rows[0].facts,
             shared=programs.shared_out,
         )
         # The shared expert runs while other ranks' rows arrive.
@@ -285,21 +295,24 @@ class LayerProgram:
         activations, (x_TD, ids_TK, weights_TK), facts = (
             self._activations,
             programs.chosen,
-            self._part_rows.facts,
+            self._part_rows[0].facts,
         )
         num_slots, choices = layer.up.num_slots, ids_TK.shape[1]
         slot_of_E = layer.choice.slots(torch.arange(layer.num_experts)[:, None])  # it has one copy of each
         pairs = activations.rows * choices
-        offsets = activations.room("offsets", num_slots + 1, torch.int64, rows=1).data_ptr()
+        has_adapters = self._step.has_adapters and layer.adapters is not None
+        num_groups = layer.num_groups if has_adapters else num_slots
+        offsets = activations.room("offsets", num_groups + 1, torch.int64, rows=1).data_ptr()
         row_of, pair_of = (
             activations.room(name, 1, torch.int64, rows=pairs).data_ptr() for name in ("row_of", "pair_of")
         )
-        asked = RoutedRows(x_TD, facts, row_of, offsets, pairs)
+        asked = RoutedRows(x_TD, facts, row_of, offsets, pairs, num_groups)
         products, answers_PD = expert_rows(layer, asked, activations, self._clock)
         rows = [
             SORT_PAIRS.row(
                 ids_TK.data_ptr(), choices, slot_of_E.data_ptr(), layer.num_experts, num_slots, offsets, row_of, pair_of,
                 facts, 0 if layer.counts is None else layer.counts.address,
+                self._step.adapter_T.data_ptr() if has_adapters else 0, num_groups,
             ),
             *products,
             *programs.shared,

@@ -21,6 +21,7 @@ from moe.adopt.norms import epsilon, weight_of
 from moe.adopt.routers import correction
 from moe.cpu.kernels.panels import Format, format_of
 from moe.cpu.weights.packed_weight import PackedWeight
+from moe.lora.tables import FactorTable
 from moe.routing import Routing
 
 
@@ -31,12 +32,21 @@ class Norm(NamedTuple):
     eps: float
 
 
+class Adapted(NamedTuple):
+    """The adapters of one of the weights that a matrix joins."""
+
+    begin: int  # its first output
+    num: int  # its outputs
+    table: FactorTable
+
+
 class Matrix(NamedTuple):
-    """A weight in panels."""
+    """A weight in panels, or several with the same inputs."""
 
     panels: Tensor
     scales: Tensor | None
     format: Format
+    adapted: tuple[Adapted, ...] = ()  # empty if the model takes no adapters
 
 
 class Attention(NamedTuple):
@@ -358,7 +368,16 @@ def _packed(weight: Any) -> PackedWeight:
 
 
 def _matrix(weight: PackedWeight) -> Matrix:
-    return Matrix(weight.panels, weight.scales, weight.format)
+    return Matrix(weight.panels, weight.scales, weight.format, _adapted([weight]))
+
+
+def _adapted(weights: Sequence[PackedWeight]) -> tuple[Adapted, ...]:
+    found, begin = [], 0
+    for weight in weights:
+        if weight.adapters is not None:
+            found.append(Adapted(begin, weight.out_dim, weight.adapters))
+        begin += weight.out_dim
+    return tuple(found)
 
 
 def _together(weights: Sequence[PackedWeight]) -> Matrix:
@@ -374,4 +393,4 @@ def _together(weights: Sequence[PackedWeight]) -> Matrix:
         end = begin + each.format.panels
         each.panels, each.scales = panels[begin:end], None if scales is None else scales[begin:end]
         begin = end
-    return Matrix(panels, scales, format_of(panels, scales, first.quantised))
+    return Matrix(panels, scales, format_of(panels, scales, first.quantised), _adapted(weights))

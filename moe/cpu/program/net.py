@@ -185,7 +185,8 @@ class NetProgram:
         Collective.
         """
         program, step = self._program, self._step
-        is_known = not more and pages is not None and not options.keys() - _ANSWERED
+        # Adapters of embedding and output projection are applied by their modules; the decoder stays a program.
+        is_known = not more and pages is not None and not options.keys() - _ANSWERED and not step.has_adapters
         if not is_known or not isinstance(logits_to_keep, Tensor) or program.wants_samples:
             net: Any = self._net()
             return type(net).forward(

@@ -20,6 +20,7 @@ from dispatch.compiled.native import bits_of
 from kvcache.paged_cache import PagedCache
 from kvcache.step import Step
 from moe.cpu.kernels.local_experts import SHARE
+from moe.cpu.kernels.low_rank import SILU_ROWS, adapt_row
 from moe.cpu.kernels.products import grouped_row, linear_row
 from moe.cpu.program.activations import Activations, Rows
 from moe.cpu.program.layer_parts import Attention, DeltaNet, Latents, Matrix, Mlp
@@ -28,8 +29,12 @@ from moe.cpu.program.layer_parts import Attention, DeltaNet, Latents, Matrix, Ml
 class PartRows:
     """Returns the rows of the parts of one layer."""
 
-    def __init__(self, hidden: int, step: Step, activations: Activations) -> None:
+    def __init__(
+        self, hidden: int, step: Step, activations: Activations, *, has_adapters: bool = False
+    ) -> None:
+        """`has_adapters`: for steps with rows that have adapters. Other rows get the same bits as without."""
         self._hidden, self._step, self._activations = hidden, step, activations
+        self._has_adapters = has_adapters
 
     @property
     def facts(self) -> int:
@@ -160,7 +165,7 @@ class PartRows:
             ),
             *latent_rows(
                 queries, heads, latents, step, weight, rooms, rotary_dim=rotary_dim, scale=attention.scale,
-                window=pages.shapes[attention.layer].window, out=attended.data_ptr(),
+                window=pages.shapes[attention.layer].window, out=attended.data_ptr(), has_adapters=self._has_adapters,
             ),
         ]  # fmt: skip
         return attended, rows
@@ -173,16 +178,38 @@ class PartRows:
             rows, weight.format.row_bytes, weight.panels.data_ptr(), scales, weight.format, out.data_ptr(),
             out.shape[1] * 4, self.facts, 0 if bias is None else bias.data_ptr(),
         )  # fmt: skip
-        return [*before, product]
+        return [*before, product, *self._adapted(weight, x, out)]
+
+    def _adapted(self, weight: Matrix, x: Tensor, out: Tensor) -> Rows:
+        """Return the rows that add what adapters give."""
+        if not self._has_adapters:
+            return []
+        adapters, stride = self._step.adapter_T.data_ptr(), out.shape[1] * 4
+        return [
+            adapt_row(
+                x.data_ptr(), x.shape[1] * 4, weight.format.k, adapters, each.table, out.data_ptr() + each.begin * 4, stride,
+                each.num, self.facts,
+            )
+            for each in weight.adapted
+        ]  # fmt: skip
 
     def mlp(self, mlp: Mlp, x: Tensor, out: Tensor) -> Rows:
         """Return the rows of a dense feed-forward or a shared expert."""
         kind = mlp.gate_up.format
         inner = self._activations.room("inner", kind.panels * LANES // 2)
         codes, scales = (row.ctypes.data for row in mlp.addresses)
-        before, rows = self._activations.taken(kind, x, self.facts)
-        up = grouped_row(rows, kind, codes, scales, self.facts - 8, 1, inner.data_ptr(), is_gated=True)
-        rows_of_all = [*before, up, *self.linear(mlp.down, inner, out)]
+        if self._has_adapters:  # their products are added before the gate
+            both = self._activations.room("gate and up", kind.panels * LANES)
+            silu = SILU_ROWS.row(
+                both.data_ptr(), both.shape[1] * 4, kind.panels // 2, self.facts - 8, 1, inner.data_ptr(),
+                inner.shape[1] * 4,
+            )  # fmt: skip
+            raising = [*self.linear(mlp.gate_up, x, both), silu]
+        else:
+            before, rows = self._activations.taken(kind, x, self.facts)
+            up = grouped_row(rows, kind, codes, scales, self.facts - 8, 1, inner.data_ptr(), is_gated=True)
+            raising = [*before, up]
+        rows_of_all = [*raising, *self.linear(mlp.down, inner, out)]
         if mlp.share is not None:
             shares = self._activations.room("shares", mlp.share.format.panels * LANES)
             share = SHARE.row(

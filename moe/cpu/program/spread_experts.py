@@ -34,7 +34,7 @@ from moe.load_counts import LayerCounts, count
 
 def _choose(  # type: ignore[no-untyped-def]
     tile, ids, num_choices, num_experts, num_copies, first, slot, until, phase, facts, table, num_ranks,
-    slots_per_rank, slots,
+    slots_per_rank, slots, adapters, num_groups,
 ):  # fmt: skip
     if tile < 0:
         return 1
@@ -49,6 +49,13 @@ def _choose(  # type: ignore[no-untyped-def]
     )
     if table != 0:
         count(ids, slots, pairs, num_decodes * num_choices, num_experts, num_ranks, slots_per_rank, table)
+    if num_groups != slots_per_rank:
+        chosen, place = words(slots, pairs), words(adapters, words(facts, 3)[0])
+        for pair in range(pairs):
+            copy = place[pair // num_choices] + 1
+            chosen[pair] += (
+                chosen[pair] // slots_per_rank * (num_groups - slots_per_rank) + copy * slots_per_rank
+            )
     return 0
 
 
@@ -61,7 +68,7 @@ CHOOSE = Kernel(_choose, _VERSION)
 
 def choose_row(
     ids: int, num_choices: int, choice: ReplicaChoice, layer: int, counts: LayerCounts | None, shape: tuple[int, int],
-    facts: int, slots: int,
+    facts: int, slots: int, adapters: int = 0, num_groups: int = 0,
 ) -> list[int]:  # fmt: skip
     """Return a program row that chooses a copy for every choice, and counts.
 
@@ -71,12 +78,14 @@ def choose_row(
         counts: Counters; None disables counting.
         shape: R and S.
         facts: See `moe.cpu.kernels.local_experts.SORT_PAIRS`.
-        slots: Address of [T, K] int64, written.
+        slots: Address of [T, K] int64, written: the slots, or the groups of `moe.cpu.experts.PackedExpertLayer.groups_of`.
+        adapters: Address of [T] int64, the place of each row's adapter. num_groups: Groups of a rank; 0 if there are only slots.
     """
     table, phase_E = choice.table(layer), choice.phase_E
     return CHOOSE.row(
         ids, num_choices, len(phase_E), len(table.slot), table.first.ctypes.data, table.slot.ctypes.data,
         table.until.ctypes.data, phase_E.ctypes.data, facts, 0 if counts is None else counts.address, *shape, slots,
+        adapters, num_groups or shape[1],
     )  # fmt: skip
 
 
@@ -114,7 +123,9 @@ class SpreadExperts:
         self._slots_TK = activations.room("slots", K, torch.int64)
         self.sums_TD = activations.room("summed", D)
         facts = step.facts.data_ptr() + 8
-        asked = RoutedRows(received, exchange.num_rows, row_of, exchange.slot_offsets.data_ptr(), most * K)
+        asked = RoutedRows(
+            received, exchange.num_rows, row_of, exchange.slot_offsets.data_ptr(), most * K, layer.num_groups
+        )
         products, self._answers_PD = expert_rows(layer, asked, activations, clock)
         send, receive, answer, add = pass_rows(
             exchange.block, x=chosen.x_TD.data_ptr(), slots=self._slots_TK.data_ptr(), num_tokens=facts,
@@ -122,7 +133,7 @@ class SpreadExperts:
         )  # fmt: skip
         choose_slots = choose_row(
             chosen.ids_TK.data_ptr(), K, layer.choice.replicas, layer.choice.layer, layer.counts,
-            (num_ranks, num_slots), facts, self._slots_TK.data_ptr(),
+            (num_ranks, num_slots), facts, self._slots_TK.data_ptr(), step.adapter_T.data_ptr(), layer.num_groups,
         )  # fmt: skip
         self.sending: Rows = [choose_slots, send]
         self.answering: Program = program_of([receive, *products, answer])

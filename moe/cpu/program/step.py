@@ -74,7 +74,7 @@ class StepProgram:
         self._ends = Ends([], []) if ends is None else ends
         D = norm.weight.numel()
         self.hidden_TD, self.normed_TD = activations.room("hidden", D), activations.room(final, D)
-        self._written: _Written | None = None
+        self._written: list[_Written | None] = [None, None]  # by whether rows of the step have adapters
 
     def angles(self, rotary_dim: int) -> tuple[Tensor, Tensor]:
         """Return the memory for cosines and sines of a step's angles: [R, E]."""
@@ -125,12 +125,13 @@ class StepProgram:
     def _written_for(self, pages: PagedCache, rotary_dim: int) -> _Written:
         self._activations.make_room(max(self._step.num_tokens, self._step.agreed_tokens))
         layers = [layer.rows(pages, rotary_dim, may_spread=True) for layer in self._layers]
-        written = self._written
+        kind = self._step.has_adapters
+        written = self._written[kind]
         if written is None or any(
             one.before is not other.before or one.after is not other.after or one.spread is not other.spread
             for one, other in zip(layers, written.layers, strict=True)
         ):
-            written = self._written = self._write(layers, rotary_dim)
+            written = self._written[kind] = self._write(layers, rotary_dim)
         return written
 
     def _write(self, layers: list[LayerRows], rotary_dim: int) -> _Written:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attention.cpu.tiles import LANES
 from kvcache.step import Step
+from moe.cpu.kernels.low_rank import adapt
 from moe.cpu.kernels.panels import (
     Format,
     PackedCoding,
@@ -25,6 +26,7 @@ from moe.cpu.kernels.panels import (
 from moe.cpu.kernels.products import linear
 from moe.kernel_weight import KernelWeight
 from moe.load.quantised_weight import QuantisedWeight
+from moe.lora.tables import NO_ADAPTER, FactorTable
 
 
 class PackedWeight(KernelWeight):
@@ -37,6 +39,10 @@ class PackedWeight(KernelWeight):
     out_dim: int  # N
     in_dim: int  # K
     step: Step
+    adapters: FactorTable | None  # of its products; None if the model takes no adapters
+    embedded_adapters: FactorTable | None  # of its rows as an embedding
+    is_head: bool  # the output projection, which gets the step's `projected_R`
+    takes_rows: bool  # its products were seen with rows that are known; see `_places`
 
     @staticmethod
     def __new__(cls, weight_NK: Tensor | QuantisedWeight, step: Step) -> "PackedWeight":
@@ -57,6 +63,10 @@ class PackedWeight(KernelWeight):
         self.format = format_of(self.panels, self.scales, self.quantised)
         self.out_dim, self.in_dim = weight_NK.shape
         self.step = step
+        self.adapters = self.embedded_adapters = None
+        self.is_head = self.takes_rows = False
+        if step.num_adapters:
+            self.adapters, self.embedded_adapters = (FactorTable(step.num_adapters) for _ in range(2))
         return self
 
     def plain(self) -> Tensor:
@@ -94,12 +104,47 @@ class PackedWeight(KernelWeight):
             out_TN = out_TN[:, :n].contiguous()
         if bias is not None:
             out_TN += bias
+        if self.adapters is not None:
+            self._adapt(self.adapters, x_TK, out_TN, rows, x.dim())
         return out_TN.view(*x.shape[:-1], n)
+
+    def _adapt(self, table: FactorTable, x_TK: Tensor, out_TN: Tensor, rows: int, dim: int) -> None:
+        """Add what the rows' adapters give, in place."""
+        place_T = self._places(rows, dim)
+        self.takes_rows = self.takes_rows or place_T is not None
+        if not self.step.has_adapters or table.is_empty:
+            return
+        assert place_T is not None, f"a weight [{self.out_dim}, {self.in_dim}] takes no adapters and has one"
+        adapt(x_TK, place_T, table, out_TN, self.step.team)
+
+    def _places(self, rows: int, dim: int) -> Tensor | None:
+        """Return the places of the rows' adapters, or None if it is unknown which rows of the step they are."""
+        step = self.step
+        if self.is_head and step.projected_R is not None and len(step.projected_R) == rows:
+            return step.adapter_T[step.projected_R]
+        return step.adapter_T if rows == step.num_padded and dim <= 3 else None
 
     def embedded(self, ids: Tensor) -> Tensor | None:
         """Return the rows of some ids, or None if the weight is quantised (no supported format quantises embeddings)."""
         if self.scales is not None:
             return None
         flat = ids.reshape(-1)
-        rows_TK = self.panels[flat // LANES, :, flat % LANES]
-        return rows_TK.float().view(*ids.shape, self.in_dim)
+        rows_TK = self.panels[flat // LANES, :, flat % LANES].float()
+        table, step = self.embedded_adapters, self.step
+        if table is not None and step.has_adapters and not table.is_empty and len(flat) == step.num_padded:
+            rows_TK = self._with_adapters(table, flat, rows_TK)
+        return rows_TK.view(*ids.shape, self.in_dim)
+
+    def _with_adapters(self, table: FactorTable, ids_T: Tensor, rows_TK: Tensor) -> Tensor:
+        """Add what the rows' adapters give to an embedding's rows: a row of A for each id, times B."""
+        real = self.step.num_tokens
+        for place in {*self.step.adapter_T[:real].tolist()} - {NO_ADAPTER}:
+            factors = table.factors(place)
+            if factors is None:
+                continue
+            # The identity as A: the looked-up row is multiplied with B in the order of any other product.
+            once = FactorTable(1)
+            once.put(0, factors._replace(a_KW=torch.eye(factors.a_KW.shape[1])))
+            chosen_T = torch.where(self.step.adapter_T[:real] == place, 0, -1)
+            adapt(factors.a_KW[ids_T[:real]], chosen_T, once, rows_TK, None)
+        return rows_TK

@@ -69,6 +69,7 @@ class GenerateRequest(BaseModel):
     logprob_start_len: int | None = Field(None, ge=-1)  # first prompt token to score; -1: none
     top_logprobs_num: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     return_text_in_logprobs: bool | None = None
+    lora_path: str | None = None  # the name of a loaded adapter
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -112,6 +113,8 @@ async def answer_generate(
         ClientGone: The client disconnected first.
     """
     fields = completion_of(body)
+    if body.lora_path and model.adapter_of(body.lora_path) is None:
+        raise bad_request(f"lora_path is {body.lora_path!r}, which is not a loaded adapter.", "lora_path")
     request_id = body.rid or uuid.uuid4().hex
     answer = await open_completion(fields, model, requests, "gen")
     is_list = isinstance(fields.prompt, list) and not isinstance(fields.prompt[0], int)
@@ -143,6 +146,8 @@ def completion_of(body: GenerateRequest) -> CompletionRequest:
     fields = {ours: params.pop(theirs) for theirs, ours in _FIELD_OF.items() if theirs in params}
     _refuse_others(params, f"{_WHERE}.")
     num_top = body.top_logprobs_num or 0
+    if body.lora_path:
+        fields["model"] = body.lora_path
     fields |= {
         "prompt": body.input_ids if body.text is None else body.text,
         "stream": body.stream,

@@ -23,7 +23,6 @@ from server.api.openai.chat import answer_chat
 from server.api.openai.completions import answer_completion
 from server.api.schemas import ChatRequest, CompletionRequest
 from server.api.served import ServedModel
-from server.front import errors
 from server.front.errors import ApiError, bad_request
 from server.front.generations import Ask
 from server.front.requests import Requests
@@ -60,14 +59,12 @@ def service_routes(
     @router.get("/v1/models", response_model=None)
     async def list_models() -> dict[str, Any]:
         """List every served name."""
-        return {"object": "list", "data": [_card(model, name) for name in model.names]}
+        return {"object": "list", "data": [_card(model, name) for name in model.all_names]}
 
     @router.get("/v1/models/{name:path}", response_model=None)
     async def show_model(name: str) -> dict[str, Any]:
         """Show one served name."""
-        if name not in model.names:
-            raise errors.not_served(name, model.names)
-        return _card(model, name)
+        return _card(model, model.check_name(name))
 
     @router.get("/load", response_model=None)
     async def show_load() -> dict[str, int]:
@@ -242,13 +239,14 @@ def _state(rank: RankFacts) -> dict[str, Any]:
 
 
 def _card(model: ServedModel, name: str) -> dict[str, Any]:
+    adapter = model.adapter_of(name)
     return {
         "id": name,
         "object": "model",
-        "created": model.created,
+        "created": model.created if adapter is None else adapter.created,
         "owned_by": "wideep",
-        "root": model.names[0],
-        "parent": None,
+        "root": model.names[0] if adapter is None else adapter.directory,
+        "parent": None if adapter is None else model.names[0],
         "max_model_len": model.max_len(),
         "permission": [_permission(name, model.created)],
     }

@@ -33,7 +33,8 @@ NO_SLEEP = "sleep mode (docs/sleep.md) works with --device cpu only; give that t
 GENERATES = "only text generation is supported, without embeddings, scores or rewards; leave it out"
 TEXT = "only the text decoder of multimodal models is served"
 TEXT_ONLY = f"{TEXT}, and images, audio and video are not accepted; leave it out"
-LORA = "adapters are not supported; merge them into the weights (PEFT's merge_and_unload)"
+LORA = "adapters have no weights of this kind; docs/adapters.md lists what they may adapt"
+LORA_LAYOUTS = "every layout of adapters is read, on all modules that docs/adapters.md lists"
 NO_HALVES = "dual-batch overlap was slower in every measurement and is no longer supported; leave it out"
 MEMORY = (
     "weights and the KV cache of running requests stay in the device's memory; if it is too small, use more ranks "

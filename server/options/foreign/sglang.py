@@ -9,7 +9,7 @@ from server.options.foreign.flags import (
     GENERATES,
     GRAPHS,
     KERNELS,
-    LORA,
+    LORA_LAYOUTS,
     MEMORY,
     NO_HALVES,
     NO_SLEEP,
@@ -87,9 +87,16 @@ _MODEL = (
     ),
     *harmless(TEXT, switches="--enable-multimodal --mm-enable-dp-encoder --disable-fast-image-processor", values="--mm-attention-backend"),
     *refused(TEXT_ONLY, switches="--encoder-only --language-only"),
-    *refused(
-        LORA, lists="--lora-paths",
-        values="--max-loras-per-batch --max-loaded-loras --lora-backend --lora-eviction-policy --max-lora-chunk-size",
+    alias("--lora-paths", "--lora-modules", takes="values"),
+    alias("--max-loras-per-batch", "--max-loras"),
+    alias("--max-loaded-loras", "--max-cpu-loras"),
+    *harmless("each kind of device has one set of kernels", values="--lora-backend --max-lora-chunk-size"),
+    *harmless(
+        "the least recently used adapter loses its place", fits=of("lru"), values="--lora-eviction-policy",
+        otherwise="only lru is implemented; leave it out",
+    ),
+    *harmless(
+        LORA_LAYOUTS, switches="--experts-shared-outer-loras --lora-use-virtual-experts --enable-lora-overlap-loading --lora-strict-loading",
     ),
 )  # fmt: skip
 _RANKS = (
@@ -275,7 +282,7 @@ SGLANG_FLAGS: tuple[ForeignFlag, ...] = (*_MODEL, *_RANKS, *_STEPS, *_SERVER)
 SAME_AS_SGLANG = (
     "--model --revision --download-dir --dtype --quantization --device --config --served-model-name --host --port --api-key "
     "--ssl-certfile --ssl-keyfile --chat-template --tokenizer-mode --tool-call-parser --reasoning-parser --data-parallel-size --enable-eplb "
-    "--enable-torch-compile --kv-cache-dtype --log-level --log-requests --otlp-traces-endpoint"
+    "--enable-torch-compile --kv-cache-dtype --log-level --log-requests --otlp-traces-endpoint --enable-lora --max-lora-rank"
 )
 DIFFERS_FROM_SGLANG = {
     "--port": "the default is 8000",
@@ -286,7 +293,7 @@ SHARED_WITH_VLLM = (  # declared in `vllm`
     "--trust-remote-code --load-format --model-loader-extra-config --model-impl --skip-tokenizer-init "
     "--tensor-parallel-size --pipeline-parallel-size --decode-context-parallel-size --nnodes --node-rank "
     "--dist-init-addr --nccl-port --attention-backend --mamba-backend --disable-custom-all-reduce --cpu-offload-gb "
-    "--enable-lora --ep-num-redundant-experts --eplb-rebalance-num-iterations --max-lora-rank --lora-target-modules --stream-interval --enable-return-routed-experts --kv-events-config "
+    "--ep-num-redundant-experts --eplb-rebalance-num-iterations --lora-target-modules --stream-interval --enable-return-routed-experts --kv-events-config "
     "--default-chat-template-kwargs --trust-request-chat-template --tool-server --grpc-port --ssl-ca-certs "
     "--enable-ssl-refresh --enable-mfu-metrics --watermark-config"
 )

@@ -13,6 +13,7 @@ from server.options.foreign.flags import (
     GRAPHS,
     KERNELS,
     LORA,
+    LORA_LAYOUTS,
     MEMORY,
     NO_HALVES,
     NO_SLEEP,
@@ -159,11 +160,13 @@ _MODEL = (
     *refused("a sliding window is part of the model; shorten the context with --max-model-len", switches="--disable-sliding-window"),
     *refused("text is always served, and prompts of token ids are also accepted; leave it out", switches="--skip-tokenizer-init"),
     *refused("prompts are text or token ids; leave it out", switches="--enable-prompt-embeds"),
-    *refused(LORA, switches="--enable-lora --enable-lora-bias --enable-tower-connector-lora --fully-sharded-loras "
-        "--specialize-active-lora --enable-mixed-moe-lora-format --enable-moe-shared-loras",
-        values="--max-loras --max-lora-rank --lora-dtype --max-cpu-loras --default-mm-loras --max-lora-cls-labels "
-        "--lora-extra-vocab-size",
-        lists="--lora-modules --lora-target-modules"),
+    *refused(LORA, switches="--enable-lora-bias --enable-tower-connector-lora",
+        values="--default-mm-loras --max-lora-cls-labels --lora-extra-vocab-size"),
+    *harmless(
+        LORA_LAYOUTS, switches="--enable-mixed-moe-lora-format --enable-moe-shared-loras --fully-sharded-loras --specialize-active-lora",
+        lists="--lora-target-modules",
+    ),
+    *harmless("adapters are multiplied in float32", fits=of("auto", "float32"), values="--lora-dtype"),
 )  # fmt: skip
 _MEDIA = (
     *harmless(
@@ -430,7 +433,7 @@ SAME_AS_VLLM = (
     "--gpu-memory-utilization --kv-cache-memory-bytes --kv-cache-dtype --kv-offloading-size --enable-prefix-caching --mamba-cache-mode --max-num-seqs "
     "--max-num-batched-tokens --max-num-queued-reqs --scheduling-policy --enforce-eager --log-level --uvicorn-log-level --enable-log-requests "
     "--disable-uvicorn-access-log --disable-access-log-for-endpoints --otlp-traces-endpoint --disable-log-stats "
-    "--speculative-config -sc"
+    "--speculative-config -sc --enable-lora --lora-modules --max-loras --max-lora-rank --max-cpu-loras"
 )
 DIFFERS_FROM_VLLM = {  # flag of the same name -> the difference
     "--host": "the default is 127.0.0.1, this machine only",

@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from dispatch.wires.availability import why_not_served_by
+from moe.lora.adapter_config import AdapterError
+from moe.lora.adapter_files import read_adapter
 from moe.mtp.names import why_no_mtp
-from scheduler.policy.config import why_no_compiler, why_no_fp8_rows, why_no_nodes
+from scheduler.policy.config import why_no_adapters, why_no_compiler, why_no_fp8_rows, why_no_nodes
 from server.machine.lines import say
 from server.machine.model_fields import num_experts
+from server.options.adapters import modules_of
 from server.options.pools import Pool
 from server.options.table import Options
 from server.serve.preflight.memory import (
@@ -64,6 +67,20 @@ def check_start(
     check_room(options, weights, pool_sizes=pool_sizes, gpu_bytes=gpu_bytes)
     if has_front:
         check_listener(options)
+        check_adapters(options)
+
+
+def check_adapters(options: Options) -> None:
+    """Check the files of the adapters of the start. Whether they fit the model is checked by the ranks.
+
+    Raises:
+        PreflightError: One is not supported; the message names it.
+    """
+    for name, path in modules_of(options.lora_modules).items():
+        try:
+            read_adapter(Path(path), max_rank=options.engine.max_lora_rank)
+        except AdapterError as error:
+            raise PreflightError(f"--lora-modules {name}: {error}") from error
 
 
 def check_choices(options: Options, pool_sizes: Sequence[int]) -> None:
@@ -80,6 +97,8 @@ def check_choices(options: Options, pool_sizes: Sequence[int]) -> None:
         check_nodes(options.engine.dispatch_node_size, num_ranks, on_gpus=options.device == "cuda")
     check_compiler(options)
     check_activations(options)
+    if options.engine.enable_lora and options.device == "cuda":
+        raise PreflightError(why_no_adapters(options.device))
 
 
 def check_files(options: Options, pool_sizes: Sequence[int]) -> WeightBytes:

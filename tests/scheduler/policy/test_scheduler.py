@@ -222,6 +222,22 @@ def test_only_requests_with_the_same_salt_share_a_prefix() -> None:
         rank.drain()
 
 
+def test_only_requests_with_the_same_adapter_share_a_prefix() -> None:
+    rank = rank_of()
+    for request_id, adapter, salt, num_cached in (
+        ("a", "1" * 32, "", 0),
+        ("b", "2" * 32, "", 0),
+        ("c", "", "1" * 32, 0),
+        ("d", "", "", 0),
+        ("e", "1" * 32, "x", 0),
+        ("f", "1" * 32, "", 8),
+    ):
+        asked = request_of(request_id, (1, 2, 3, 4, 5, 6, 1, 2, 3, 4), max_tokens=1)
+        rank.scheduler.add(replace(asked, adapter=adapter, cache_salt=salt))
+        assert step(rank) == [(request_id, num_cached, 10 - num_cached, True)]
+        rank.drain()
+
+
 def test_generated_tokens_are_reused_by_the_next_turn_of_a_chat() -> None:
     rank = rank_of()
     rank.scheduler.add(request_of("a", (1, 2, 3), max_tokens=6))

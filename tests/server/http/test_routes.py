@@ -138,7 +138,7 @@ def test_parameters_of_path_and_query_come_too() -> None:
             404,
             "/v1/embeddings is not available: WideEP serves text generation only.",
         ),
-        ({"path": "/v1/load_lora_adapter"}, 404, "does not serve LoRA adapters"),
+        ({"path": "/load_lora_adapter_from_tensors"}, 404, "loads LoRA adapters from directories only"),
     ],
 )
 def test_what_is_wrong_is_refused(change: dict[str, Any], status: int, words: str) -> None:

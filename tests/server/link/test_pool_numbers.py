@@ -9,7 +9,7 @@ from expert_placement.placement import linear_placement
 from scheduler.epochs.heartbeat import Heartbeat
 from scheduler.epochs.orders import Order
 from scheduler.moves.reports import Cause, MoveState, PlacementReport
-from scheduler.policy.request import RankStats
+from scheduler.policy.request import AdapterReport, RankStats
 from scheduler.weights.versions import WeightReport, WeightState
 from server.link.messages import (
     Fault,
@@ -32,6 +32,7 @@ STATS = RankStats(
 FAILED = PlacementReport(
     rank=1, version=2, state=MoveState.FAILED, reason="rank 0 is gone", cause=Cause.CHANNEL
 )
+REFUSED = AdapterReport(4, 0, "0f", "its file is missing")
 LOAD = report(1, 5, counts(0))
 EXPERTS = expert_map()
 MESSAGES: list[tuple[FromRank, FromRank]] = [
@@ -43,6 +44,7 @@ MESSAGES: list[tuple[FromRank, FromRank]] = [
     (Regrouped(4), Regrouped(4)),
     (MemoryUse(5), MemoryUse(5)),
     (MemorySwitched(5), MemorySwitched(5)),
+    (REFUSED, REFUSED),
     (EXPERTS, EXPERTS),
     (
         WeightReport(rank=1, number=3, state=WeightState.STAGED),

@@ -100,9 +100,9 @@ def test_the_installed_command_takes_our_packages_whatever_pythonpath_and_the_fo
     tmp_path: Path,
 ) -> None:
     clash = write_clash(tmp_path / "clash")
-    answer = run(SCRIPT, "serve", "--enable-lora", cwd=clash, python_path=clash)
+    answer = run(SCRIPT, "serve", "--enable-lora-bias", cwd=clash, python_path=clash)
     assert answer.returncode == 2
-    assert answer.stderr.startswith("wideep serve: --enable-lora: adapters are not supported")
+    assert answer.stderr.startswith("wideep serve: --enable-lora-bias: adapters have no weights")
 
 
 def test_the_service_s_own_processes_take_our_packages_too(tmp_path: Path) -> None:

@@ -149,9 +149,9 @@ def test_what_changes_nothing_is_said_in_a_line(words: list[str], note: str) -> 
 @pytest.mark.parametrize(
     "words, complaint",
     [
-        (["--enable-lora"], "--enable-lora: adapters are not supported"),
-        (["--enable-lora", "-tp", "8"], "2 flags are not supported:\n  --enable-lora: adapters"),
-        (["--enable-lora", "-tp", "8"], "\n  --tensor-parallel-size 8: attention"),
+        (["--enable-lora-bias"], "--enable-lora-bias: adapters have no weights of this kind"),
+        (["--enable-lora-bias", "-tp", "8"], "2 flags are not supported:\n  --enable-lora-bias: adapters"),
+        (["--enable-lora-bias", "-tp", "8"], "\n  --tensor-parallel-size 8: attention"),
         (["-tp", "8"], "--tensor-parallel-size 8: attention runs data-parallel"),
         (["-tp", "8"], "use --data-parallel-size 8"),
         (["-pp", "2"], "--pipeline-parallel-size 2: layers are not split"),
@@ -168,7 +168,6 @@ def test_what_changes_nothing_is_said_in_a_line(words: list[str], note: str) -> 
         ),
         (["--block-size", "32"], "--block-size 32: a block has 16 tokens"),
         (["--load-format", "gguf"], "--load-format gguf: weights are read from safetensors"),
-        (["--enable-lora"], "--enable-lora: adapters are not supported; merge them"),
         (
             ["--kv-offloading-size=20", "--kv-offloading-backend=lmcache"],
             "--kv-offloading-backend lmcache: other backends are not supported; WideEP has its own tiers",
@@ -207,7 +206,14 @@ def test_what_changes_nothing_is_said_in_a_line(words: list[str], note: str) -> 
             "--enable-memory-saver: sleep mode (docs/sleep.md) works",
         ),
         (["--sleep-mode-backend=x"], "--sleep-mode-backend x: sleep mode has no such setting"),
-        (["--lora-modules", "a=b", "c=d"], "--lora-modules a=b c=d: adapters are not supported"),
+        (["--lora-eviction-policy", "fifo"], "--lora-eviction-policy fifo: only lru is implemented"),
+        (["--lora-modules", "a=b"], "--lora-modules needs --enable-lora"),
+        (["--enable-lora", "--lora-paths", "a=b", "a=c"], "--lora-modules has the name 'a' twice"),
+        (
+            ["--enable-lora", "--max-loras=4", "--max-loaded-loras=2"],
+            "--max-cpu-loras is 2; it must be at least",
+        ),
+        (["--enable-lora", "--device=cuda"], "--enable-lora is not implemented on cuda"),
         (
             ["--num-redundant-experts=3", '--eplb-config={"num_redundant_experts": 4}'],
             "sets the same value; give one",
@@ -308,8 +314,8 @@ def test_what_is_no_number_of_tokens_is_refused(given: str) -> None:
 def test_keywords_of_scripts_are_judged_alike() -> None:
     options = options_from_keywords("m", {"tensor_parallel_size": 1, "enable_chunked_prefill": True}, {})
     assert options == options_from_keywords("m", {}, {})
-    with pytest.raises(OptionsError, match="--enable-lora: adapters"):
-        options_from_keywords("m", {"enable_lora": True}, {})
+    with pytest.raises(OptionsError, match="--enable-lora-bias: adapters"):
+        options_from_keywords("m", {"enable_lora_bias": True}, {})
     with pytest.raises(
         OptionsError, match=r"'max_model_lens' is not an option \(did you mean max_model_len\?\)"
     ):
@@ -359,7 +365,7 @@ def test_a_file_of_options_stands_behind_the_command_line(tmp_path: Path) -> Non
     "text, complaint",
     [
         ("max-model-length: 3", "'max-model-length' is not an option (did you mean max_model_len?)"),
-        ("enable-lora: true", "--enable-lora: adapters"),
+        ("enable-lora-bias: true", "--enable-lora-bias: adapters"),
         ("- port", "is not a mapping; give lines such as"),
         ("port: [", "is not YAML"),
         ("config: other.yaml", "names another file"),

@@ -135,14 +135,21 @@ def own_share(items: Sequence[Any]) -> list[Any]:
     return list(items[dist.get_rank() :: dist.get_world_size()])
 
 
-def teacher_forced(built: Assembled, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
-    """Run whole sequences in one step. Return the logits of every row, [tokens, V] per sequence. Collective."""
+def teacher_forced(
+    built: Assembled, sequences: Sequence[Sequence[int]], places: Sequence[int] | None = None
+) -> list[np.ndarray]:
+    """Run whole sequences in one step. Return the logits of every row, [tokens, V] per sequence. Collective.
+
+    Args:
+        places: Places of the sequences' adapters. None: no sequence has one.
+    """
     step, cache = built.runner.step, PagedCache(built.model.skeleton.cache_shapes, 64)
     spans, used, limit = [], 0, limit_of(built.model.net.config)
-    for sequence in sequences:
+    for sequence, place in zip(sequences, places or [-1] * len(sequences), strict=True):
         blocks = -(-len(sequence) // step.block_tokens)
         is_long = limit is not None and len(sequence) > limit
-        spans.append(Span(0, len(sequence), range(used, used + blocks), is_long=is_long))
+        span = Span(0, len(sequence), range(used, used + blocks), is_long=is_long, adapter=place)
+        spans.append(span)
         used += blocks
     step.fill(spans)
     tokens = torch.zeros(step.num_padded, dtype=torch.int64)

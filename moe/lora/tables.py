@@ -1,0 +1,102 @@
+"""Tables of low-rank factors for kernels: addresses of A and B for each place.
+
+A place is one of the adapters that may be used in a step. A table has an entry for each place, or for each (place, slot) of experts.
+Kernels read the entries at a fixed address. An entry without factors adds nothing. Entries change between steps only; they keep their
+factors alive.
+
+Legend: K input features, N output features, R rank (rounded up to W, a multiple of a vector), P places, S slots.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attention.cpu.tiles import LANES
+
+ENTRY_WORDS = 3  # addresses of A and B, rank
+NO_ADAPTER = -1  # of a row
+
+
+class Factors(NamedTuple):
+    """A low-rank product `x @ a @ b`."""
+
+    a_KW: Tensor  # float32, contiguous; columns after R are zero
+    b_RN: Tensor  # float32, contiguous; includes the scale
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of both."""
+        return sum(each.numel() * each.element_size() for each in self)
+
+
+def factors_of(a_RK: Tensor, b_NR: Tensor, scale: float) -> Factors:
+    """Lay out a product for the kernels. `a_RK` and `b_NR` are of any floating type."""
+    rank, width = a_RK.shape
+    a_KW = torch.zeros(width, -(-rank // LANES) * LANES)
+    a_KW[:, :rank] = a_RK.float().t()
+    return Factors(a_KW, (b_NR.float() * scale).t().contiguous())
+
+
+class FactorTable:
+    """Entries in a fixed order.
+
+    Attributes:
+        words: int64 [entries, 3], read by kernels.
+    """
+
+    def __init__(self, num_entries: int) -> None:
+        self.words = np.zeros((num_entries, ENTRY_WORDS), np.int64)
+        self._kept: list[Factors | None] = [None] * num_entries
+
+    @property
+    def address(self) -> int:
+        """Address of the first entry."""
+        return int(self.words.ctypes.data)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no entry has factors."""
+        return not self.words[:, 2].any()
+
+    def factors(self, entry: int) -> Factors | None:
+        """Return an entry's factors, or None if it has none."""
+        return self._kept[entry]
+
+    def put(self, entry: int, factors: Factors | None) -> None:
+        """Set an entry, or clear it with None. While no step runs."""
+        self._kept[entry] = factors
+        if factors is None:
+            self.words[entry] = 0
+        else:
+            self.words[entry] = factors.a_KW.data_ptr(), factors.b_RN.data_ptr(), len(factors.b_RN)
+
+
+class ExpertAdapters:
+    """The factors of a layer's experts, by place and this rank's slot: entry `place * S + slot`.
+
+    Attributes:
+        up, down: Tables of both products. They are replaced if the number of slots changes.
+    """
+
+    def __init__(self, num_places: int, num_slots: int) -> None:
+        self.num_places = num_places
+        self._open(num_slots)
+
+    def _open(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self.up, self.down = (FactorTable(self.num_places * num_slots) for _ in range(2))
+
+    def resize(self, num_slots: int) -> bool:
+        """Empty the tables for another number of slots. Returns whether it changed."""
+        if num_slots == self.num_slots:
+            return False
+        self._open(num_slots)
+        return True
+
+    def put(self, place: int, slot: int, up: Factors | None, down: Factors | None) -> None:
+        """Set what a slot's expert adds for the adapter at a place. While no step runs."""
+        entry = place * self.num_slots + slot
+        self.up.put(entry, up)
+        self.down.put(entry, down)

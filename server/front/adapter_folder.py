@@ -1,0 +1,84 @@
+"""A watched folder of adapters (--lora-dir): its subfolders are loaded under their names, and follow changes of their files.
+
+A subfolder counts once its two files have been unchanged between two looks, so that a copy in progress is not read. A subfolder
+that is refused is reported once, and tried again when its files change. Names that were loaded in another way are left alone.
+"""
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import NamedTuple
+
+from moe.lora.adapter_config import CONFIG_NAME, WEIGHTS_NAME
+from server.front.adapters import Adapters
+from server.front.errors import ApiError
+from server.front.events import EventLog
+
+LOOK_EVERY_S = 2.0
+_LOG = logging.getLogger("wideep.front")
+
+
+class _Stamp(NamedTuple):
+    """What changes if a file is written again."""
+
+    inode: int
+    num_bytes: int
+    modified_ns: int
+
+
+_Stamps = tuple[_Stamp, ...]
+
+
+class AdapterFolder:
+    """Keeps the registered adapters equal to the subfolders of a folder."""
+
+    def __init__(self, folder: Path, adapters: Adapters, events: EventLog) -> None:
+        self._folder, self._adapters, self._events = folder, adapters, events
+        self._seen: dict[str, _Stamps] = {}  # at the last look
+        self._settled: dict[str, _Stamps] = {}  # loaded or refused
+        self._loaded: set[str] = set()
+
+    async def run(self) -> None:
+        """Look forever."""
+        await asyncio.to_thread(self._folder.mkdir, parents=True, exist_ok=True)
+        while True:
+            await self.look()
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def look(self) -> None:
+        """Load new and changed subfolders, and unload those that are gone."""
+        found = await asyncio.to_thread(self._stamps)
+        for name in sorted(self._loaded - found.keys()):
+            self._loaded.discard(name)
+            self._settled.pop(name, None)
+            if self._adapters.find(name) is not None:
+                self._adapters.unload(name)
+        for name, stamps in found.items():
+            is_stable = self._seen.get(name) == stamps
+            if is_stable and self._settled.get(name) != stamps:
+                await self._load(name, stamps)
+        self._seen = found
+
+    async def _load(self, name: str, stamps: _Stamps) -> None:
+        try:
+            await self._adapters.load(name, str(self._folder / name), replaces=name in self._loaded)
+            self._loaded.add(name)
+        except ApiError as error:
+            if error.status >= 500:  # the ranks are away: the next look tries again
+                return
+            _LOG.warning("--lora-dir: %s is not served: %s", name, error.message)
+            self._events.note(
+                "adapter_refused", f"the adapter {name} of --lora-dir is refused: {error.message}"
+            )
+        self._settled[name] = stamps
+
+    def _stamps(self) -> dict[str, _Stamps]:
+        found = {}
+        for entry in sorted(self._folder.iterdir()) if self._folder.is_dir() else ():
+            files = [entry / CONFIG_NAME, entry / WEIGHTS_NAME]
+            try:
+                about = [file.stat() for file in files]
+            except OSError:  # not complete, or no adapter
+                continue
+            found[entry.name] = tuple(_Stamp(each.st_ino, each.st_size, each.st_mtime_ns) for each in about)
+        return found

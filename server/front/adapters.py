@@ -1,0 +1,547 @@
+"""The LoRA adapters of the service: their names, and which of them the ranks have at a place.
+
+Many adapters may be registered; ranks have as many places as --max-loras. A request waits at the front until its adapter is at a place
+on every rank. If no place is free, the least recently used adapter without requests loses its place. If all are
+in use, an adapter that has waited for PATIENCE_S stops new requests of the adapter with the oldest place, and gets the place when
+its open requests have ended. Adapters get places in the order in which they began to wait, so none starves.
+
+A place changes in two rounds, see `scheduler.moves.adapters`: every rank reports it empty before any gets the next adapter, and every rank
+reports that one before requests use it. A rank that attaches gets the adapters of all places before it joins the others.
+
+Adapters are known by the digest of their content. Names may be given to another content, and two names may have the same.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from moe.lora.adapter_config import AdapterError
+from moe.lora.adapter_files import read_adapter
+from scheduler.policy.request import AdapterOrder, AdapterReport
+from server.front.errors import ApiError, bad_request
+from server.front.events import EventLog
+from server.link.messages import ToRank
+
+PATIENCE_S = 1.0
+LOAD_TIMEOUT_S = 600.0  # for all ranks to read an adapter
+MAX_NAME_CHARS = 256
+_CHECK = -1  # place of orders that only check an adapter
+
+
+class NamedAdapter(NamedTuple):
+    """A name that the ranks have checked."""
+
+    name: str
+    directory: str
+    digest: str
+    created: int  # seconds since 1970
+    is_pinned: bool = False
+    owners: tuple[str, ...] = ()  # digests of the API keys that may use it; empty: all may
+
+    def is_for(self, owner: str) -> bool:
+        """Return whether the key with this digest may use it."""
+        return not self.owners or owner in self.owners
+
+
+class Phase(StrEnum):
+    """State of a place."""
+
+    EMPTY = "empty"
+    LOADING = "loading"
+    RESIDENT = "resident"
+    EMPTYING = "emptying"
+
+
+@dataclass(eq=False)
+class _Content:
+    """An adapter, under any of its names."""
+
+    digest: str
+    directory: str
+    num_bytes: int = 0  # on the rank with the most
+    place: "_Place | None" = None
+    users: set[str] = field(default_factory=set)  # requests at ranks
+    waiting_since_s: float | None = None
+    last_used_s: float = 0.0
+    is_draining: bool = False  # new requests wait, so that its place becomes free
+    num_requests: int = 0  # counter: that began to use it
+
+
+@dataclass(eq=False)
+class _Place:
+    """An index that all ranks use for the same adapter."""
+
+    index: int
+    phase: Phase = Phase.EMPTY
+    content: _Content | None = None
+    number: int = 0  # of the order that it follows
+    pending: set[int] = field(default_factory=set)  # ranks that have not reported
+    reason: str = ""  # why a rank could not load it
+    loaded_s: float = 0.0
+
+
+@dataclass(eq=False)
+class _Check:
+    """An adapter that the ranks check."""
+
+    pending: set[int]
+    done: "asyncio.Future[None]"
+    reason: str = ""
+    num_bytes: int = 0
+
+
+class RanksToOrder(Protocol):
+    """Ranks, implemented by `server.link.ranks.Ranks`."""
+
+    @property
+    def attached(self) -> Mapping[int, Any]:
+        """The attached ranks."""
+
+    def post(self, rank: int, message: ToRank) -> None:
+        """Send a message to a rank, unless it is gone."""
+
+    def post_all(self, message: ToRank) -> None:
+        """Send a message to all ranks."""
+
+
+class AdapterUse(NamedTuple):
+    """What is visible of one adapter."""
+
+    named: NamedAdapter
+    phase: Phase
+    num_running: int  # requests at ranks
+    is_waiting: bool
+    num_requests: int
+    num_bytes: int
+
+
+class Adapters:
+    """The registered adapters. Runs in the front's event loop."""
+
+    def __init__(
+        self,
+        ranks: RanksToOrder,
+        *,
+        num_places: int,
+        max_rank: int,
+        base_names: tuple[str, ...],
+        kept: Path | None = None,
+        events: EventLog | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Begin without adapters.
+
+        Args:
+            num_places: Places of the ranks; 0 if the service has no adapters.
+            max_rank: Largest rank of an adapter.
+            base_names: Names of the base model, which no adapter may have.
+            kept: File for the registered names, from which a restarted front continues. None keeps none.
+        """
+        self._ranks, self._max_rank, self._base_names = ranks, max_rank, base_names
+        self._kept, self._events, self._clock = kept, events or EventLog(), clock
+        self._places = [_Place(index) for index in range(num_places)]
+        self._names: dict[str, NamedAdapter] = {}
+        self._contents: dict[str, _Content] = {}
+        self._checks: dict[int, _Check] = {}  # by the order's number
+        self._number = 0
+        self._timer: asyncio.TimerHandle | None = None  # of the next `_schedule`
+        self._why_starting: str | None = None
+        # Called when requests of some adapter may be submitted, and when those of a digest cannot be.
+        self.on_resident: Callable[[], None] = lambda: None
+        self.on_failed: Callable[[str, ApiError], None] = lambda _digest, _failure: None
+        # Called when ranks may have cached wrong prefixes.
+        self.on_broken: Callable[[], None] = lambda: None
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether the service has adapters."""
+        return bool(self._places)
+
+    @property
+    def num_places(self) -> int:
+        """Places of the ranks."""
+        return len(self._places)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The registered names."""
+        return tuple(self._names)
+
+    def names_for(self, owner: str) -> tuple[str, ...]:
+        """Return the names that the API key with this digest may use."""
+        return tuple(name for name, named in self._names.items() if named.is_for(owner))
+
+    def find(self, name: str) -> NamedAdapter | None:
+        """Return a registered adapter, or None."""
+        return self._names.get(name)
+
+    def uses(self) -> Iterator[AdapterUse]:
+        """Yield what is visible of each registered adapter."""
+        for named in self._names.values():
+            content = self._contents[named.digest]
+            phase = Phase.EMPTY if content.place is None else content.place.phase
+            yield AdapterUse(
+                named, phase, len(content.users), content.waiting_since_s is not None, content.num_requests,
+                content.num_bytes,
+            )  # fmt: skip
+
+    def why_not_ready(self) -> str | None:
+        """Return why the service is not ready, or None: the adapters of the start are not checked yet."""
+        return self._why_starting
+
+    async def start(self, modules: Mapping[str, str], is_ready: Callable[[], bool]) -> None:
+        """Register the adapters of the start, once the ranks serve, and those of a front that this one replaces.
+
+        Raises:
+            ApiError: One cannot be served; the message names it.
+        """
+        wanted = {**{name: _Kept(name, path) for name, path in modules.items()}, **self._read_kept()}
+        if not wanted:
+            return
+        self._why_starting = "its adapters are being loaded"
+        while not is_ready():
+            await asyncio.sleep(0.05)
+        for name, kept in wanted.items():
+            try:
+                await self.load(name, kept.directory, is_pinned=kept.is_pinned, owners=tuple(kept.owners))
+            except ApiError as error:
+                raise ApiError(
+                    error.status, f"The adapter {name!r} cannot be served: {error.message}"
+                ) from error
+        self._why_starting = None
+
+    async def load(
+        self,
+        name: str,
+        path: str,
+        *,
+        replaces: bool = False,
+        is_pinned: bool = False,
+        owners: tuple[str, ...] = (),
+    ) -> NamedAdapter:
+        """Check an adapter on all ranks, then register it. Nothing is registered if any rank refuses it.
+
+        Args:
+            path: Directory in PEFT's format, on every node.
+            replaces: Accept a name that is registered: later requests use the new content.
+            is_pinned: Never let another adapter have its place.
+            owners: Digests of the API keys that may use it. Empty: all may.
+
+        Raises:
+            ApiError: 400 if the adapter or its name is refused; 503 or 504 if the ranks do not answer.
+        """
+        self._check_name(name, replaces=replaces, is_pinned=is_pinned)
+        try:
+            files = await asyncio.to_thread(read_adapter, Path(path).absolute(), max_rank=self._max_rank)
+        except AdapterError as error:
+            raise bad_request(f"The adapter is not supported: {error}.", "lora_path") from error
+        directory = str(files.directory)
+        num_bytes = await self._check(files.digest, directory)
+        self._check_name(name, replaces=replaces, is_pinned=is_pinned)  # again: it took a while
+        before = self._names.get(name)
+        content = self._contents.setdefault(files.digest, _Content(files.digest, directory))
+        content.num_bytes = max(content.num_bytes, num_bytes)
+        named = NamedAdapter(name, directory, files.digest, int(time.time()), is_pinned, owners)
+        self._names[name] = named
+        if before is not None:
+            self._drop_unnamed(before.digest)
+        self._keep()
+        self._events.note("adapter_loaded", f"the adapter {name} is registered (digest {files.digest})")
+        return named
+
+    def unload(self, name: str) -> None:
+        """Remove a name. Its accepted requests end as usual.
+
+        Raises:
+            ApiError: 404 if it is not registered.
+        """
+        named = self._names.pop(name, None)
+        if named is None:
+            raise self.unknown(name)
+        self._drop_unnamed(named.digest)
+        self._keep()
+        self._events.note("adapter_unloaded", f"the adapter {name} is removed")
+
+    def unknown(self, name: str) -> ApiError:
+        """Return a 404 for a name that is not registered."""
+        shown = ", ".join(map(repr, self._names)) or "none"
+        return ApiError(
+            404, f"The adapter {name!r} is not loaded. Loaded adapters: {shown}.", param="lora_name"
+        )
+
+    def _check_name(self, name: str, *, replaces: bool, is_pinned: bool) -> None:
+        if not self.is_enabled:
+            raise bad_request("This server was started without --enable-lora.", "lora_name")
+        if not name or len(name) > MAX_NAME_CHARS or not name.isprintable():
+            raise bad_request(f"lora_name must have 1 to {MAX_NAME_CHARS} printable characters.", "lora_name")
+        if name in self._base_names:
+            raise bad_request(f"{name!r} is a name of the base model; choose another.", "lora_name")
+        if name in self._names and not replaces:
+            raise bad_request(
+                f"The adapter {name!r} is loaded already; unload it first, or send load_inplace=true.",
+                "lora_name",
+            )
+        num_pinned = sum(each.is_pinned for each in self._names.values() if each.name != name)
+        if is_pinned and num_pinned + 1 >= len(self._places):
+            raise bad_request(
+                f"{num_pinned} adapters are pinned already, and one of {len(self._places)} places must stay free "
+                "for others (--max-loras).",
+                "pinned",
+            )
+
+    async def _check(self, digest: str, directory: str) -> int:
+        """Let all ranks load an adapter into memory. Returns its bytes on the rank with the most."""
+        if not self._ranks.attached:
+            raise ApiError(
+                503, "The service is not ready: no rank is attached.", headers={"Retry-After": "1"}
+            )
+        self._number += 1
+        number = self._number
+        check = _Check(set(self._ranks.attached), asyncio.get_running_loop().create_future())
+        self._checks[number] = check
+        self._ranks.post_all(AdapterOrder(number, _CHECK, digest, directory))
+        try:
+            async with asyncio.timeout(LOAD_TIMEOUT_S):
+                await check.done
+        except TimeoutError:
+            raise ApiError(504, f"The ranks did not load the adapter within {LOAD_TIMEOUT_S:g} s.") from None
+        finally:
+            self._checks.pop(number, None)
+        if check.reason:
+            if digest not in self._contents:
+                self._ranks.post_all(AdapterOrder(number, _CHECK, digest))
+            raise bad_request(f"The adapter is not supported: {check.reason}.", "lora_path")
+        return check.num_bytes
+
+    def admit(self, digest: str, request_id: str) -> int | None:
+        """Return the place of a request's adapter, or None if the request must wait. A request that has a place keeps it.
+
+        Raises:
+            ApiError: 404 if the adapter was removed meanwhile.
+        """
+        content = self._contents.get(digest)
+        if content is None:
+            raise ApiError(404, "The adapter was unloaded.", param="model")
+        place, is_known = content.place, request_id in content.users
+        if place is not None and place.phase is Phase.RESIDENT and (is_known or not content.is_draining):
+            content.num_requests += not is_known
+            content.users.add(request_id)
+            content.last_used_s = self._clock()
+            return place.index
+        if content.waiting_since_s is None:
+            content.waiting_since_s = self._clock()
+        self._schedule_soon()
+        return None
+
+    def release(self, digest: str, request_id: str) -> None:
+        """Note that a request has ended."""
+        content = self._contents.get(digest)
+        if content is not None and request_id in content.users:
+            content.users.discard(request_id)
+            content.last_used_s = self._clock()
+            if not content.users:
+                if content.is_draining and content.place is not None:
+                    self._empty(content.place)
+                self._drop_unnamed(digest)
+                self._schedule_soon()
+
+    def take_report(self, rank: int, report: AdapterReport) -> None:
+        """Record a rank's report."""
+        if report.place == _CHECK:
+            check = self._checks.get(report.number)
+            if check is not None:
+                check.reason = check.reason or _on_rank(rank, report.reason)
+                check.num_bytes = max(check.num_bytes, report.num_bytes)
+                self._note_checked(check, rank)
+            return
+        place = self._places[report.place]
+        if report.number != place.number:
+            return
+        if (
+            report.reason and place.phase is Phase.RESIDENT
+        ):  # the rank has attached since, or holds other experts since
+            self._break(place, _on_rank(rank, report.reason))
+            return
+        if place.content is not None:
+            place.content.num_bytes = max(place.content.num_bytes, report.num_bytes)
+        place.reason = place.reason or _on_rank(rank, report.reason)
+        place.pending.discard(rank)
+        self._end_round(place)
+
+    def _break(self, place: _Place, reason: str) -> None:
+        """Remove an adapter that a rank has lost: its requests end with an error, and its cached prefixes are not used."""
+        content = place.content
+        assert content is not None, "a resident place has an adapter"
+        for name in [named.name for named in self._names.values() if named.digest == content.digest]:
+            del self._names[name]
+        self._keep()
+        self._events.note("adapter_refused", f"an adapter is removed: {reason}")
+        self.on_broken()
+        self.on_failed(content.digest, ApiError(500, f"The adapter was removed: {reason}."))
+        content.waiting_since_s = None
+        self._drop_unnamed(content.digest)
+
+    def note_rank(self, rank: int) -> None:
+        """Give a rank that attaches the adapters of all places."""
+        for place in self._places:
+            if place.content is not None and place.phase in (Phase.LOADING, Phase.RESIDENT):
+                content = place.content
+                self._ranks.post(
+                    rank, AdapterOrder(place.number, place.index, content.digest, content.directory)
+                )
+                if place.phase is Phase.LOADING:
+                    place.pending.add(rank)
+
+    def note_lost(self, rank: int) -> None:
+        """Wait for a lost rank no longer."""
+        for check in list(self._checks.values()):
+            self._note_checked(check, rank)
+        for place in self._places:
+            if rank in place.pending:
+                place.pending.discard(rank)
+                self._end_round(place)
+
+    def _note_checked(self, check: _Check, rank: int) -> None:
+        check.pending.discard(rank)
+        if not check.pending and not check.done.done():
+            check.done.set_result(None)
+
+    def _end_round(self, place: _Place) -> None:
+        """Go on if every rank has reported."""
+        if place.pending or place.phase not in (Phase.LOADING, Phase.EMPTYING):
+            return
+        content = place.content
+        if place.phase is Phase.EMPTYING:
+            place.phase, place.content = Phase.EMPTY, None
+        elif content is not None and place.reason:
+            failure = ApiError(500, f"The adapter could not be loaded: {place.reason}.")
+            content.waiting_since_s = None
+            self._empty(place)
+            self.on_failed(content.digest, failure)
+            return
+        elif content is not None:
+            place.phase, place.loaded_s = Phase.RESIDENT, self._clock()
+            content.waiting_since_s = None
+            self.on_resident()
+            self._drop_unnamed(content.digest)
+        self._schedule_soon()
+
+    def _schedule_soon(self, delay_s: float = 0.0) -> None:
+        """Give places to waiting adapters in a later turn of the event loop."""
+        loop = asyncio.get_running_loop()
+        if self._timer is not None:
+            if self._timer.when() <= loop.time() + delay_s:
+                return
+            self._timer.cancel()
+        self._timer = loop.call_later(delay_s, self._schedule)
+
+    def _schedule(self) -> None:
+        """Give free places to waiting adapters, and make places free for the others."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        waiting = [
+            each
+            for each in self._contents.values()
+            if each.waiting_since_s is not None and each.place is None
+        ]
+        waiting.sort(key=lambda each: each.waiting_since_s or 0.0)
+        free = [place for place in self._places if place.phase is Phase.EMPTY]
+        for content, place in zip(waiting, free, strict=False):
+            self._fill(place, content)
+        left = waiting[len(free) :]
+        num_coming = sum(place.phase is Phase.EMPTYING for place in self._places)
+        num_coming += sum(content.is_draining for content in self._contents.values())
+        num_urgent = sum(self._clock() - (each.waiting_since_s or 0.0) >= PATIENCE_S for each in left)
+        for content in list(self._victims()):
+            if num_coming >= len(left):
+                return
+            if not content.users and content.place is not None:
+                self._empty(content.place)
+            elif num_coming < num_urgent:
+                content.is_draining = True
+            else:
+                break
+            num_coming += 1
+        if num_urgent < len(left):
+            self._schedule_soon(PATIENCE_S / 4)
+
+    def _victims(self) -> Iterator[_Content]:
+        """Yield the adapters that may lose their places, those without requests first."""
+        pinned = {named.digest for named in self._names.values() if named.is_pinned}
+        resident = [
+            place for place in self._places
+            if place.phase is Phase.RESIDENT and place.content is not None and place.content.digest not in pinned
+        ]  # fmt: skip
+        contents = [
+            place.content for place in resident if place.content is not None and not place.content.is_draining
+        ]
+        idle = [each for each in contents if not each.users]
+        yield from sorted(idle, key=lambda each: each.last_used_s)
+        used = [each for each in contents if each.users]
+        yield from sorted(used, key=lambda each: each.place.loaded_s if each.place is not None else 0.0)
+
+    def _fill(self, place: _Place, content: _Content) -> None:
+        self._begin_round(place, Phase.LOADING)
+        place.content, content.place, content.is_draining = content, place, False
+        self._ranks.post_all(AdapterOrder(place.number, place.index, content.digest, content.directory))
+        self._end_round(place)
+
+    def _empty(self, place: _Place) -> None:
+        assert place.content is not None, "an empty place has no adapter"
+        digest = place.content.digest
+        place.content.place, place.content.is_draining = None, False
+        self._begin_round(place, Phase.EMPTYING)
+        self._ranks.post_all(AdapterOrder(place.number, place.index, digest))
+        self._end_round(place)
+
+    def _begin_round(self, place: _Place, phase: Phase) -> None:
+        self._number += 1
+        place.phase, place.number, place.reason = phase, self._number, ""
+        place.pending = set(self._ranks.attached)
+
+    def _drop_unnamed(self, digest: str) -> None:
+        """Forget a content without names, once no request uses it or waits for it."""
+        content = self._contents.get(digest)
+        if content is None or content.users or content.waiting_since_s is not None:
+            return
+        if any(named.digest == digest for named in self._names.values()):
+            return
+        if content.place is not None:
+            if content.place.phase is not Phase.RESIDENT:
+                return
+            self._empty(content.place)
+        del self._contents[digest]
+        self._number += 1
+        self._ranks.post_all(AdapterOrder(self._number, _CHECK, digest))
+
+    def _keep(self) -> None:
+        if self._kept is not None:
+            kept = [
+                _Kept(each.name, each.directory, each.is_pinned, each.owners) for each in self._names.values()
+            ]
+            self._kept.write_text(json.dumps(kept))
+
+    def _read_kept(self) -> dict[str, "_Kept"]:
+        if self._kept is None or not self._kept.exists():
+            return {}
+        kept = [_Kept(*fields) for fields in json.loads(self._kept.read_text())]
+        return {each.name: each for each in kept}
+
+
+class _Kept(NamedTuple):
+    """What a restarted front needs of a registered name."""
+
+    name: str
+    directory: str
+    is_pinned: bool = False
+    owners: tuple[str, ...] = ()
+
+
+def _on_rank(rank: int, reason: str) -> str:
+    return f"rank {rank}: {reason}" if reason else ""

@@ -1,0 +1,74 @@
+"""The kernels of adapters against plain torch, and the bits of rows in other batches."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from dispatch.compiled.team import Team, program_of, run_alone
+from moe.cpu.kernels.low_rank import adapt, adapt_pairs_row
+from moe.lora.tables import FactorTable, factors_of
+
+K, N = 37, 50
+
+
+def table_of(*ranks: int) -> tuple[FactorTable, list[Tensor]]:
+    """Return a table with a place for each rank, and the dense weights [N, K]. Rank 0: an empty place."""
+    generator = torch.Generator().manual_seed(len(ranks))
+    table, dense = FactorTable(len(ranks)), []
+    for place, rank in enumerate(ranks):
+        a, b = torch.randn(rank, K, generator=generator), torch.randn(N, rank, generator=generator)
+        if rank:
+            table.put(place, factors_of(a, b, 0.5))
+        dense.append(0.5 * b @ a)
+    return table, dense
+
+
+@pytest.mark.parametrize("ranks", [(1, 0, 3), (16, 17, 40)])
+def test_every_row_gets_its_adapter_s_product(ranks: tuple[int, ...], two_threads: Team) -> None:
+    table, dense = table_of(*ranks)
+    x, before = torch.randn(9, K), torch.randn(9, N)
+    places = torch.tensor([-1, 0, 1, 2, 2, -1, 0, 1, -1])
+    out = before.clone()
+    adapt(x, places, table, out, two_threads)
+    for row, place in enumerate(places.tolist()):
+        if place < 0:
+            assert torch.equal(out[row], before[row])
+        else:
+            assert torch.allclose(out[row], before[row] + dense[place] @ x[row], atol=1e-4)
+
+
+def test_a_row_s_bits_do_not_depend_on_its_neighbours() -> None:
+    table, _ = table_of(5, 16)
+    x, places = torch.randn(12, K), torch.tensor([0, 1, -1] * 4)
+    together = torch.zeros(12, N)
+    adapt(x, places, table, together, None)
+    for row in range(12):
+        alone = torch.zeros(1, N)
+        adapt(x[row : row + 1], places[row : row + 1].clone(), table, alone, None)
+        assert torch.equal(alone[0], together[row])
+
+
+def test_rows_of_wider_matrices_are_strided() -> None:
+    table, dense = table_of(4)
+    wide_x, wide_out = torch.randn(3, K + 5), torch.zeros(3, N + 7)
+    adapt(wide_x[:, :K], torch.tensor([0, -1, 0]), table, wide_out[:, 2 : 2 + N], None)
+    assert torch.allclose(wide_out[0, 2 : 2 + N], dense[0] @ wide_x[0, :K], atol=1e-4)
+    assert not wide_out[1].any() and not wide_out[:, :2].any() and not wide_out[:, 2 + N :].any()
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+def test_pairs_get_the_product_of_their_group(gathers: bool) -> None:
+    table, dense = table_of(3, 0, 8, 2)
+    offsets = np.array([2, 4, 5, 5, 9])  # the first two pairs belong to no group; the third group is empty
+    x = torch.randn(6 if gathers else 9, K)
+    row_of = np.array([0, 1, 5, 2, 3, 3, 0, 4, 1])
+    out = torch.zeros(9, N)
+    row = adapt_pairs_row(
+        x.data_ptr(), K * 4, row_of.ctypes.data if gathers else 0, K, offsets.ctypes.data, table, out.data_ptr(), N * 4, N
+    )  # fmt: skip
+    run_alone(program_of([row]))
+    for pair, group in enumerate([-1, -1, 0, 0, 1, 3, 3, 3, 3]):
+        given = x[row_of[pair] if gathers else pair]
+        wanted = torch.zeros(N) if group < 0 else dense[group] @ given
+        assert torch.allclose(out[pair], wanted, atol=1e-4), pair

@@ -1,0 +1,70 @@
+"""A watched folder: subfolders are loaded once they are complete, follow changes, and are unloaded when they are gone."""
+
+import shutil
+from pathlib import Path
+
+from server.front.adapter_folder import AdapterFolder
+from server.front.events import EventLog
+from tests.server.front.test_adapters import Service, in_loop, write
+
+
+def open_folder(root: Path) -> tuple[Service, AdapterFolder, Path]:
+    service, folder = Service(root), root / "folder"
+    folder.mkdir()
+    return service, AdapterFolder(folder, service.adapters, EventLog()), folder
+
+
+@in_loop
+async def test_a_subfolder_is_loaded_once_it_is_unchanged_for_a_look(tmp_path: Path) -> None:
+    service, watch, folder = open_folder(tmp_path)
+    write(folder / "a")
+    (folder / "b").mkdir()
+    await watch.look()
+    assert not service.adapters.names
+    await watch.look()
+    assert service.adapters.names == ("a",)
+
+
+@in_loop
+async def test_changed_and_removed_subfolders_are_followed(tmp_path: Path) -> None:
+    service, watch, folder = open_folder(tmp_path)
+    write(folder / "a")
+    for _ in range(2):
+        await watch.look()
+    first = service.adapters.find("a")
+    write(folder / "a", alpha=77)
+    for _ in range(2):
+        await watch.look()
+    second = service.adapters.find("a")
+    assert first is not None and second is not None and first.digest != second.digest
+    shutil.rmtree(folder / "a")
+    await watch.look()
+    assert service.adapters.names == ()
+
+
+@in_loop
+async def test_a_refused_subfolder_is_reported_once_and_tried_again_when_it_changes(tmp_path: Path) -> None:
+    service, watch, folder = open_folder(tmp_path)
+    events = watch._events
+    write(folder / "a", use_dora=True)
+    for _ in range(4):
+        await watch.look()
+    said = [event["text"] for event in events.to_json() if event["kind"] == "adapter_refused"]
+    assert len(said) == 1 and "DoRA" in said[0]
+    write(folder / "a")
+    for _ in range(2):
+        await watch.look()
+    assert service.adapters.names == ("a",)
+
+
+@in_loop
+async def test_a_name_that_was_loaded_in_another_way_is_left_alone(tmp_path: Path) -> None:
+    service, watch, folder = open_folder(tmp_path)
+    [digest] = await service.load("a")
+    write(folder / "a", alpha=77)
+    for _ in range(2):
+        await watch.look()
+    shutil.rmtree(folder / "a")
+    await watch.look()
+    named = service.adapters.find("a")
+    assert named is not None and named.digest == digest

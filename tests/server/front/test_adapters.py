@@ -1,0 +1,360 @@
+"""The front's adapters: names, places, rotation without starvation, and ranks that attach, refuse or vanish."""
+
+import asyncio
+import functools
+import json
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from scheduler.policy.request import AdapterOrder, AdapterReport
+from server.front import adapters as adapters_module
+from server.front.adapters import PATIENCE_S, Adapters, NamedAdapter, Phase
+from server.front.errors import ApiError
+from tests.support.clock import Clock
+from tests.support.models.fake_checkpoint import write_safetensors
+
+LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+def write(directory: Path, *, alpha: int = 8, **fields: Any) -> str:
+    """Write an adapter. Different alphas give different digests."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": alpha, **fields}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    shapes = {f"{LAYER}.lora_A.weight": [4, 8], f"{LAYER}.lora_B.weight": [6, 4]}
+    write_safetensors(directory / "adapter_model.safetensors", shapes)
+    return str(directory)
+
+
+def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run a test, with its fixtures, in an event loop."""
+
+    @functools.wraps(test)
+    def run(*fixtures: Any, **parameters: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(*fixtures, **parameters), 20))
+
+    return run
+
+
+class FakeRanks:
+    """Ranks that follow orders at once, or when a test lets them."""
+
+    def __init__(self, *ranks: int) -> None:
+        self.attached: dict[int, None] = dict.fromkeys(ranks or (0, 1))
+        self.adapters: Adapters
+        self.follows = True
+        self.refuses: Callable[[int, AdapterOrder], str] = lambda _rank, _order: ""
+        self.orders: list[tuple[int, AdapterOrder]] = []
+
+    def post(self, rank: int, message: Any) -> None:
+        self.orders.append((rank, message))
+        if self.follows and (message.directory or message.place >= 0):
+            asyncio.get_running_loop().call_soon(self.follow, rank, message)
+
+    def post_all(self, message: Any) -> None:
+        for rank in self.attached:
+            self.post(rank, message)
+
+    def follow(self, rank: int, order: AdapterOrder) -> None:
+        reason = self.refuses(rank, order)
+        self.adapters.take_report(
+            rank, AdapterReport(order.number, order.place, order.digest, reason, 0 if reason else 100)
+        )
+
+
+class Service:
+    """Adapters over fake ranks."""
+
+    def __init__(self, root: Path, num_places: int = 2, **how: Any) -> None:
+        self.root, self.ranks, self.clock = root, FakeRanks(), Clock()
+        self.adapters = Adapters(
+            self.ranks, num_places=num_places, max_rank=8, base_names=("base",), clock=self.clock, **how
+        )  # fmt: skip
+        self.ranks.adapters = self.adapters
+        self.resident: list[int] = []
+        self.failures: list[str] = []
+        self.waiting: dict[str, str] = {}  # digests by request
+        self.adapters.on_resident = self.on_resident
+        self.adapters.on_failed = lambda digest, failure: self.failures.append(failure.message)
+
+    def on_resident(self) -> None:
+        """Admit the requests that wait, as the front does."""
+        self.resident.append(1)
+        for request_id, digest in list(self.waiting.items()):
+            if self.adapters.admit(digest, request_id) is not None:
+                del self.waiting[request_id]
+
+    async def load(self, *names: str) -> list[str]:
+        """Load an adapter under each name. Return their digests."""
+        digests = []
+        for name in names:
+            path = write(self.root / name, alpha=sum(map(ord, name)))
+            digests.append((await self.adapters.load(name, path)).digest)
+        return digests
+
+    async def settle(self) -> None:
+        """Let the event loop run for a while."""
+        for _ in range(8):
+            await asyncio.sleep(0.001)
+
+    async def admitted(self, digest: str, request_id: str) -> int | None:
+        """Ask for a place, and wait for a while."""
+        if (place := self.adapters.admit(digest, request_id)) is None:
+            self.waiting[request_id] = digest
+            await self.settle()
+            if request_id not in self.waiting:
+                place = self.adapters.admit(digest, request_id)
+        return place
+
+
+@in_loop
+async def test_a_request_waits_until_every_rank_has_its_adapter(tmp_path: Path) -> None:
+    service = Service(tmp_path)
+    [digest] = await service.load("a")
+    service.ranks.follows = False
+    assert service.adapters.admit(digest, "r") is None
+    await service.settle()
+    placed = [(rank, order) for rank, order in service.ranks.orders if order.place >= 0]
+    assert [(rank, order.place, order.directory) for rank, order in placed] == [
+        (rank, 0, str(tmp_path / "a")) for rank in (0, 1)
+    ]
+    service.ranks.follow(*placed[0])
+    assert service.adapters.admit(digest, "r") is None and not service.resident
+    service.ranks.follow(*placed[1])
+    assert service.resident and service.adapters.admit(digest, "r") == 0
+    assert [use.phase for use in service.adapters.uses()] == [Phase.RESIDENT]
+
+
+@in_loop
+async def test_the_adapter_unused_for_longest_gives_up_its_place(tmp_path: Path) -> None:
+    service = Service(tmp_path)
+    a, b, c = await service.load("a", "b", "c")
+    assert await service.admitted(a, "1") == 0 and await service.admitted(b, "2") == 1
+    service.clock.now_s += 1
+    service.adapters.release(b, "2")
+    service.clock.now_s += 1
+    service.adapters.release(a, "1")
+    assert await service.admitted(c, "3") == 1
+    emptied = [order for rank, order in service.ranks.orders if order.place == 1 and not order.directory]
+    assert emptied and emptied[0].digest == b
+    assert service.adapters.admit(a, "4") == 0, "the other one has kept its place"
+
+
+@in_loop
+async def test_a_place_gets_its_next_adapter_only_after_every_rank_has_emptied_it(tmp_path: Path) -> None:
+    service = Service(tmp_path, num_places=1)
+    a, b = await service.load("a", "b")
+    assert await service.admitted(a, "1") == 0
+    service.adapters.release(a, "1")
+    service.ranks.follows = False
+    assert service.adapters.admit(b, "2") is None
+    await service.settle()
+    emptying = [
+        (rank, order) for rank, order in service.ranks.orders if order.place == 0 and not order.directory
+    ]
+    assert len(emptying) == 2
+    service.ranks.follow(*emptying[0])
+    await service.settle()
+    assert not any(order.digest == b and order.place == 0 for _, order in service.ranks.orders)
+    service.ranks.follow(*emptying[1])
+    await service.settle()
+    assert any(order.digest == b and order.place == 0 for _, order in service.ranks.orders)
+
+
+@in_loop
+async def test_no_adapter_starves_behind_one_that_is_always_in_use(tmp_path: Path) -> None:
+    service = Service(tmp_path, num_places=1)
+    a, b = await service.load("a", "b")
+    assert await service.admitted(a, "1") == 0
+    assert await service.admitted(b, "2") is None
+    assert service.adapters.admit(a, "3") == 0, "new requests of the resident adapter may begin for a while"
+    service.clock.now_s += PATIENCE_S
+    service.adapters._schedule()
+    assert service.adapters.admit(a, "4") is None, "then they wait, behind the other adapter"
+    assert service.adapters.admit(a, "1") == 0, "those that have begun keep their place"
+    service.adapters.release(a, "1")
+    service.adapters.release(a, "3")
+    assert await service.admitted(b, "2") == 0
+    service.adapters.release(b, "2")
+    assert await service.admitted(a, "4") == 0
+
+
+@in_loop
+async def test_many_adapters_rotate_over_eight_places(tmp_path: Path) -> None:
+    service = Service(tmp_path, num_places=8)
+    names = [f"{number:03}" for number in range(400)]
+    for name in names:  # a file for each would take seconds
+        service.adapters._names[name] = NamedAdapter(name, "/adapter", name, 0)
+        service.adapters._contents[name] = adapters_module._Content(name, "/adapter")
+    waiting = list(np.random.default_rng(0).permutation(names))
+    served: list[str] = []
+    while waiting:
+        begun = [name for name in waiting if service.adapters.admit(name, f"r{name}") is not None]
+        for name in begun:
+            service.adapters.release(name, f"r{name}")
+        served += begun
+        waiting = [name for name in waiting if name not in begun]
+        await asyncio.sleep(0)
+    assert sorted(served) == names
+    assert sum(content.place is not None for content in service.adapters._contents.values()) <= 8
+
+
+@in_loop
+async def test_a_pinned_adapter_keeps_its_place_and_one_place_stays_free(tmp_path: Path) -> None:
+    service = Service(tmp_path)
+    pinned = await service.adapters.load("p", write(tmp_path / "p", alpha=1), is_pinned=True)
+    with pytest.raises(ApiError, match="one of 2 places must stay free"):
+        await service.adapters.load("q", write(tmp_path / "q", alpha=2), is_pinned=True)
+    a, b = await service.load("a", "b")
+    for digest, request_id in ((pinned.digest, "1"), (a, "2")):
+        assert await service.admitted(digest, request_id) is not None
+        service.adapters.release(digest, request_id)
+        service.clock.now_s += 1
+    assert await service.admitted(b, "3") == 1
+    assert service.adapters.admit(pinned.digest, "4") == 0
+
+
+@in_loop
+async def test_what_one_rank_refuses_is_not_registered(tmp_path: Path) -> None:
+    service = Service(tmp_path)
+    service.ranks.refuses = lambda rank, order: "this model has no such module" if rank == 1 else ""
+    with pytest.raises(ApiError, match="rank 1: this model has no such module") as caught:
+        await service.adapters.load("a", write(tmp_path / "a"))
+    assert caught.value.status == 400 and service.adapters.names == ()
+    number = service.ranks.orders[0][1].number
+    forgotten = [(rank, order.number) for rank, order in service.ranks.orders if not order.directory]
+    assert forgotten == [(0, number), (1, number)]
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "says"),
+    [
+        ("base", {}, "'base' is a name of the base model"),
+        ("", {}, "1 to 256 printable characters"),
+        ("x" * 257, {}, "1 to 256 printable characters"),
+        ("a\n", {}, "1 to 256 printable characters"),
+        ("a", {}, "'a' is loaded already"),
+        ("b", {"use_dora": True}, "DoRA is not supported"),
+        ("b", {"r": 16}, "has rank 4; its configuration has 16"),
+    ],
+)
+@in_loop
+async def test_bad_names_and_adapters_are_named(
+    tmp_path: Path, name: str, fields: dict[str, Any], says: str
+) -> None:
+    service = Service(tmp_path)
+    await service.load("a")
+    with pytest.raises(ApiError) as caught:
+        await service.adapters.load(name, write(tmp_path / "new", **fields))
+    assert says in caught.value.message and caught.value.status == 400
+    assert service.adapters.names == ("a",)
+
+
+@in_loop
+async def test_a_service_without_places_loads_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ApiError, match="started without --enable-lora"):
+        await Service(tmp_path, num_places=0).adapters.load("a", "b")
+
+
+@in_loop
+async def test_a_name_that_is_loaded_in_place_gets_another_content(tmp_path: Path) -> None:
+    service = Service(tmp_path)
+    [old] = await service.load("a")
+    assert await service.admitted(old, "1") == 0
+    new = await service.adapters.load("a", write(tmp_path / "a", alpha=77), replaces=True)
+    assert new.digest != old and service.adapters.find("a") == new
+    assert service.adapters.admit(old, "1") == 0, "a request that has begun keeps its content"
+    service.adapters.release(old, "1")
+    await service.settle()
+    with pytest.raises(ApiError, match="was unloaded"):
+        service.adapters.admit(old, "2")
+
+
+@in_loop
+async def test_an_unloaded_name_is_gone_and_its_requests_end_as_usual(tmp_path: Path) -> None:
+    service = Service(tmp_path)
+    [digest] = await service.load("a")
+    assert await service.admitted(digest, "1") == 0
+    service.adapters.unload("a")
+    assert service.adapters.find("a") is None and service.adapters.admit(digest, "1") == 0
+    service.adapters.release(digest, "1")
+    await service.settle()
+    assert not service.adapters._contents
+    with pytest.raises(ApiError, match="'a' is not loaded"):
+        service.adapters.unload("a")
+
+
+@in_loop
+async def test_a_rank_that_attaches_gets_every_place_first(tmp_path: Path) -> None:
+    service = Service(tmp_path)
+    [digest] = await service.load("a")
+    assert await service.admitted(digest, "1") == 0
+    service.ranks.orders.clear()
+    service.ranks.attached[2] = None
+    service.adapters.note_rank(2)
+    [(rank, order)] = service.ranks.orders
+    assert (rank, order.place, order.digest) == (2, 0, digest)
+
+
+@in_loop
+async def test_an_adapter_that_a_rank_loses_is_removed_and_its_requests_fail(tmp_path: Path) -> None:
+    service = Service(tmp_path)
+    a, b = await service.load("a", "b")
+    assert await service.admitted(a, "1") == 0 and await service.admitted(b, "2") == 1
+    broken: list[int] = []
+    service.adapters.on_broken = lambda: broken.append(1)
+    number = service.adapters._places[0].number
+    service.adapters.take_report(1, AdapterReport(number, 0, a, "its file has changed"))
+    assert service.failures == ["The adapter was removed: rank 1: its file has changed."]
+    assert service.adapters.names == ("b",) and broken
+    service.adapters.release(a, "1")
+    await service.settle()
+    assert service.adapters._places[0].phase is Phase.EMPTY and a not in service.adapters._contents
+    assert service.adapters.admit(b, "2") == 1
+
+
+@in_loop
+async def test_a_lost_rank_is_not_waited_for(tmp_path: Path) -> None:
+    service = Service(tmp_path)
+    service.ranks.follows = False
+    loading = asyncio.create_task(service.adapters.load("a", write(tmp_path / "a")))
+    while not service.ranks.orders:
+        await asyncio.sleep(0.001)
+    [check, _] = service.ranks.orders
+    service.ranks.follow(*check)
+    del service.ranks.attached[1]
+    service.adapters.note_lost(1)
+    digest = (await loading).digest
+    assert service.adapters.admit(digest, "1") is None
+    await service.settle()
+    assert [rank for rank, order in service.ranks.orders if order.place == 0] == [0]
+
+
+@in_loop
+async def test_requests_of_an_adapter_that_cannot_be_loaded_fail(tmp_path: Path) -> None:
+    service = Service(tmp_path)
+    [digest] = await service.load("a")
+    service.ranks.refuses = lambda _rank, order: "its file has changed" if order.directory else ""
+    assert await service.admitted(digest, "1") is None
+    assert service.failures == ["The adapter could not be loaded: rank 0: its file has changed."]
+
+
+@in_loop
+async def test_a_restarted_front_loads_the_same_names(tmp_path: Path) -> None:
+    kept = tmp_path / "kept.json"
+    first = Service(tmp_path, kept=kept)
+    await first.load("a")
+    await first.adapters.load("b", write(tmp_path / "b"), is_pinned=True, owners=("0f",))
+    again = Service(tmp_path, kept=kept)
+    await again.adapters.start({}, lambda: True)
+    assert again.adapters.names == ("a", "b") and again.adapters.why_not_ready() is None
+    b = again.adapters.find("b")
+    assert b is not None and b.is_pinned and again.adapters.names_for("") == ("a",)
+    assert again.adapters.names_for("0f") == ("a", "b")
+    wrong = Service(tmp_path)
+    with pytest.raises(ApiError, match="The adapter 'x' cannot be served"):
+        await wrong.adapters.start({"x": str(tmp_path / "missing")}, lambda: True)
