@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvcache.images import PlacedRows
 from kvcache.states import NO_STATE, StatePiece
 
 # Batches are padded to this many rows: two of PyTorch's float32 vectors, which its loops process at once; see
@@ -31,6 +32,9 @@ class Span(NamedTuple):
     pieces: Sequence[StatePiece] = ()  # in order, `length` tokens in total; empty: the model has no states
     is_long: bool = False  # the model computes the sequence in its way for long ones (`moe.long_rotary`)
     adapter: int = -1  # place of its LoRA adapter (`moe.lora.tables`); -1: none
+    # [3, length] int64: positions in time, height and width. None: they count the tokens.
+    axes: np.ndarray | None = None
+    images: Sequence[PlacedRows] = ()  # their places count from the span's first token
 
 
 class Inputs(NamedTuple):
@@ -65,6 +69,8 @@ class Step:
         self.num_decodes = 0  # generated tokens, drafts included: the first rows
         self.num_padded = 0
         self.num_sequences = 0
+        self.images: list[PlacedRows] = []  # rows of images, at the rows of the batch that they replace
+        self.has_axes = False  # whether any row's positions differ between axes: `axes_4T` has them
         self.has_long = False  # whether any row's sequence is long: `long_T` has them
         self.tells_long = False  # whether the model uses `long_T`; set when it is built
         self.long_T = torch.zeros(padded, dtype=torch.bool)
@@ -79,6 +85,7 @@ class Step:
         self.has_states = False  # whether the model keeps states; set with its cache
         self.agreed_tokens = 0  # most tokens of any rank in this step, as agreed before it; 0: no agreement
         self.position_T = torch.zeros(padded, dtype=torch.int64)
+        self.axes_4T = torch.zeros(4, padded, dtype=torch.int64)  # in tokens, time, height and width
         self.cache_slot_T = torch.zeros(padded, dtype=torch.int64)  # block * block_tokens + offset
         self.query_start_S = torch.zeros(max_sequences + 1, dtype=torch.int64)  # rows [s] to [s + 1] are s's
         self.context_S = torch.zeros(max_sequences, dtype=torch.int64)  # a sequence's tokens after this step
@@ -143,6 +150,7 @@ class Step:
             self._fill_adapters(spans, lengths, tokens)
         self._position[:tokens] = position_T
         self._position[tokens : self.num_padded] = 0
+        self._fill_images(spans)
         self._tiles.clear()
         for (tile_tokens, at_once), table in self._chunks.items():
             self._write_chunks(tile_tokens, at_once, table)
@@ -153,6 +161,20 @@ class Step:
         adapter_T = self.adapter_T.numpy()
         adapter_T.fill(-1)
         adapter_T[:tokens] = np.repeat(np.array(places, dtype=np.int64), lengths)
+
+    def _fill_images(self, spans: Sequence[Span]) -> None:
+        """Place the rows of images, and fill the positions on each axis if they differ."""
+        self.images.clear()
+        self.has_axes = False
+        if not any(span.images or span.axes is not None for span in spans):
+            return
+        self.has_axes = any(span.axes is not None for span in spans)
+        axes_4T = self.axes_4T.numpy()[:, : self.num_padded]
+        axes_4T[:] = self._position[: self.num_padded]
+        for span, first in zip(spans, self._query_start.tolist(), strict=False):
+            if span.axes is not None:
+                axes_4T[1:, first : first + span.length] = span.axes
+            self.images += [PlacedRows(first + placed.place, placed.rows) for placed in span.images]
 
     def _fill_pieces(self, spans: Sequence[Span]) -> None:
         if not any(span.pieces for span in spans):
@@ -224,6 +246,11 @@ class Step:
     def long_rows(self, rows: int) -> Tensor | None:
         """Return which of the first `rows` rows belong to long sequences: [rows] bool. None if no row does."""
         return self.long_T[:rows] if self.has_long else None
+
+    @property
+    def model_positions(self) -> Tensor:
+        """Positions for a model's forward: [1, num_padded], or [4, 1, num_padded] if they differ between axes; a view."""
+        return self.axes_4T[:, None, : self.num_padded] if self.has_axes else self.positions[None]
 
     @property
     def positions(self) -> Tensor:

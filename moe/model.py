@@ -38,6 +38,7 @@ from moe.families import (
     quantisation_of,
     read_config,
 )
+from moe.load.buffers import restore_buffers
 from moe.load.checkpoint import Checkpoint, CheckpointError
 from moe.load.loader import EXPERTS, Loader, Report
 from moe.load.plan import LoadPlan
@@ -49,6 +50,7 @@ from moe.rehearsal.rehearse import rehearse
 from moe.scaled_experts import use_experts
 from moe.slot_choice import slot_choices
 from moe.text_part import body_of, project, use_attention
+from moe.vision.places import ImagePlaces
 from moe.weight_digests import digest_experts, digest_plain, expert_digest, plain_tensors
 
 
@@ -159,7 +161,7 @@ class Model:
             self._reader = self._backend.open_experts(loader, skeleton.experts, local_LS.shape[1], num_spare)
             sizes = {target: loader.expert_bytes(target, local_S) for target, local_S in local.items()}
             self.layers = self._load_layers(local_LS, dispatcher, sizes, report)
-            _restore_buffers(self.net)
+            restore_buffers(self.net)
             self._backend.finish(self.net, self.step, skeleton.cache_shapes)
         self.adapters: AdapterBank | None = None  # None if the model takes no adapters
         if step.num_adapters:
@@ -169,6 +171,7 @@ class Model:
             )
         self.checkpoint.release_memory()
         self._body = _KeptBody(self.net)
+        self._images = ImagePlaces(self.net)
         self._drafting = drafting_of(self.net)
         # Rows that drafts start from: the decoder's and the last draft's. Captured steps write the same memory.
         self._hidden_TD = self._drafted_TD = self._make_hidden()
@@ -285,8 +288,7 @@ class Model:
 
     def _make_hidden(self) -> Tensor:
         rows = 0 if self._drafting is None else len(self.step.token_T)
-        width = self.net.get_input_embeddings().weight.shape[1]
-        return torch.empty(rows, width, dtype=self._backend.model_dtype, device=self.device)
+        return torch.empty(rows, self.hidden_dim, dtype=self._backend.model_dtype, device=self.device)
 
     def _read_expert(self, name: str, module: Any, expert: int, into: ExpertWeights) -> None:
         for leaf, slots in zip(leaves(module), into, strict=True):
@@ -344,10 +346,11 @@ class Model:
         self.step.projected_R = logits_R
         # Hidden states are kept by a hook on the decoder, which a program of the whole model does not call.
         run = partial(type(self.net).forward, self.net) if keeps_hidden else self.net
-        with self._body.keeping(keeps_hidden or self._drafting is not None):
+        keeps = keeps_hidden or self._drafting is not None
+        with self._body.keeping(keeps), self._images.filled(self.step.images):
             output: Any = run(
                 input_ids=token_T[None],
-                position_ids=self.step.positions[None],
+                position_ids=self.step.model_positions,
                 use_cache=self._uses_cache,
                 logits_to_keep=logits_R,
                 pages=cache,
@@ -423,6 +426,11 @@ class Model:
         return list(self.skeleton.experts.values())
 
     @property
+    def hidden_dim(self) -> int:
+        """Return the number of hidden values of a token."""
+        return int(self.net.get_input_embeddings().weight.shape[1])
+
+    @property
     def lm_head(self) -> Tensor:
         """Return the output projection, [V, D]."""
         weight: Tensor = self.net.get_output_embeddings().weight
@@ -486,20 +494,3 @@ class _KeptBody:
     def _note(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
         if self._is_wanted:
             self._output = output
-
-
-def _restore_buffers(model: PreTrainedModel) -> None:
-    """Recompute on the CPU the buffers that are in no checkpoint (rotary frequencies) and lost on the meta device."""
-    for parameter in model.parameters():
-        parameter._is_hf_initialized = True
-    for module in model.modules():
-        lost = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
-        if not lost:
-            continue
-        for name in lost:
-            module._buffers[name] = torch.empty_like(getattr(module, name), device="cpu")
-        model._init_weights(module)
-    stranded = [
-        name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta
-    ]
-    assert not stranded, f"not materialised: {stranded}"

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from dispatch.dispatched import TokenDispatcher
 from dispatch.errors import DispatchTimeout, PeerLost
+from kvcache.images import ImageRowsError
 from kvcache.tiers.tiers import Tiers
 from scheduler.drafts.drafter import Drafter
 from scheduler.epochs.follower import PEER_IS_GONE, EpochFollower
@@ -154,6 +155,17 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Queue a request. Its outputs are passed to `run`'s callback."""
+        if request.images:
+            try:
+                request = self._runner.with_rows(request)
+            except ImageRowsError as error:
+                failed = FinishReason.ERROR
+                self._deliver(
+                    RequestOutput(
+                        request_id=request.request_id, token_ids=[], finish_reason=failed, error=str(error)
+                    )
+                )
+                return
         if request.params.structure is None:
             self._deliver(request)
         else:

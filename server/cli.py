@@ -34,6 +34,7 @@ from server.tools.size.flags import SIZE
 _PROGRAMS = {
     "structure-checker": "server.front.structure.checker_process:run_checker",
     "weight-receiver": "server.serve.weight_receiver:run_receiver",
+    "image-encoder": "server.front.images.encoder_process:run_encoder",
     "dispatch-trial": "server.tools.doctor.dispatch_trial:run_dispatch_trial",
 }
 _DESCRIPTION = """\

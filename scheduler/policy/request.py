@@ -4,10 +4,12 @@ Does not use torch or a wire format. A request is immutable; a rank's progress w
 `scheduler.policy.sequence.Sequence`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from kvcache.images import Image, keyed
 from kvcache.tiers.figures import TierFigures
 
 
@@ -91,6 +93,12 @@ class Request:
     num_awaited_tokens: int = 0
     adapter: str = ""  # digest of the LoRA adapter that it uses; "": none
     adapter_place: int = -1  # where the ranks have it, once the request is at a rank
+    images: tuple[Image, ...] = ()  # ranges of the prompt, in order
+
+    @property
+    def key_ids(self) -> Sequence[int]:
+        """The prompt's tokens for keys of its prefixes: those of images contain the images' digests."""
+        return keyed(self.prompt_ids, self.images)
 
 
 class Logprobs(NamedTuple):

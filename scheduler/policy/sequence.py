@@ -122,6 +122,7 @@ class Sequence:
     num_prompt_tokens: int
     number: int = 0  # in order of arrival at the rank
     block_ids: list[int] = field(default_factory=list)  # only grows while num_admissions stays the same
+    key_tokens: list[int] = field(default_factory=list)  # cache of `key_ids` with images
     states: SequenceStates = field(default_factory=SequenceStates)
     held_keys: list[bytes] = field(default_factory=list)  # cache of `BlockPool.count_held` while it waits
     status: SequenceStatus = SequenceStatus.WAITING
@@ -161,10 +162,19 @@ class Sequence:
             request=request,
             token_ids=token_ids,
             num_prompt_tokens=len(request.prompt_ids),
+            key_tokens=list(request.key_ids) if request.images else [],
             num_awaited_tokens=request.num_awaited_tokens,
             rules=TokenRules.of(request.params),
             matcher=matcher,
         )
+
+    @property
+    def key_ids(self) -> list[int]:
+        """Its tokens for the keys of its blocks: those of images contain the images' digests."""
+        if not self.request.images:
+            return self.token_ids
+        self.key_tokens += self.token_ids[len(self.key_tokens) :]
+        return self.key_tokens
 
     @property
     def root_key(self) -> bytes:

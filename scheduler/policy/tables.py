@@ -111,7 +111,7 @@ class BlockTables:
 
     def _find_prefix(self, sequence: Sequence, num_shareable: int, num_wanted: int) -> list[int] | None:
         """Return the cached blocks that a sequence starts with, and take its state slots. None if memory is short."""
-        pool, token_ids, root = self._pool, sequence.token_ids, sequence.root_key
+        pool, token_ids, root = self._pool, sequence.key_ids, sequence.root_key
         if self._states is None:
             is_short = self._is_short(sequence, num_shareable, num_wanted)
             return None if is_short else pool.match(token_ids[:num_shareable], root)
@@ -132,7 +132,7 @@ class BlockTables:
         prompt. Only cached blocks that others hold help a sequence to start, and those are remembered.
         """
         pool = self._pool
-        num_held = pool.count_held(sequence.token_ids, num_shareable, sequence.held_keys, sequence.root_key)
+        num_held = pool.count_held(sequence.key_ids, num_shareable, sequence.held_keys, sequence.root_key)
         return num_wanted > pool.num_free + num_held
 
     @property
@@ -226,7 +226,7 @@ class BlockTables:
         if self._enable_prefix_caching and start // size < end // size:
             for index in range(start // size, end // size):
                 parent_id = sequence.block_ids[index - 1] if index else None
-                token_ids = sequence.token_ids[index * size : (index + 1) * size]
+                token_ids = sequence.key_ids[index * size : (index + 1) * size]
                 self._pool.publish(sequence.block_ids[index], token_ids, parent_id, sequence.root_key)
             if self.tiers is not None:
                 self.tiers.offer_blocks(sequence, end // size)

@@ -149,7 +149,7 @@ class TierTables:
         Args:
             num_shareable: As for `look`.
         """
-        pool, token_ids, root = self._pool, sequence.token_ids, sequence.root_key
+        pool, token_ids, root = self._pool, sequence.key_ids, sequence.root_key
         num_blocks = num_shareable // pool.block_tokens
         num_awaited, sequence.num_awaited_tokens = sequence.num_awaited_tokens // pool.block_tokens, 0
         if not num_blocks or not self._tiers.has_peers:
@@ -190,7 +190,7 @@ class TierTables:
             return False
         if self._expected and self._joins_expected(sequence, now_s):
             return True
-        pool, token_ids, root = self._pool, sequence.token_ids, sequence.root_key
+        pool, token_ids, root = self._pool, sequence.key_ids, sequence.root_key
         if pool.blocks_for(len(token_ids)) + num_spare > pool.num_free:
             return False  # it cannot start yet; it is looked up when it can
         num_blocks = num_shareable // pool.block_tokens
@@ -271,7 +271,7 @@ class TierTables:
     def _awaits(self, sequence: Sequence, num_blocks: int, now_s: float) -> bool:
         """Let a sequence wait, once, until other ranks have saved its first blocks. Returns whether it waits."""
         sequence.num_awaited_tokens = 0
-        pool, token_ids = self._pool, sequence.token_ids[: num_blocks * self._pool.block_tokens]
+        pool, token_ids = self._pool, sequence.key_ids[: num_blocks * self._pool.block_tokens]
         is_cached = self._states is None and len(pool.match(token_ids, sequence.root_key)) == num_blocks
         key = pool.keys_of(token_ids, sequence.root_key)[-1]
         if is_cached or self._has_both(key):

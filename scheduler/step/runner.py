@@ -5,7 +5,7 @@ one before still runs: its rows take that step's tokens on the device. Nothing e
 before `sample`, which comes after the earlier step was read. So penalties, seeds and rules see every token.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter, perf_counter_ns, sleep
 from typing import Any, NamedTuple, Protocol
 
@@ -15,11 +15,12 @@ from torch import Tensor
 
 from dispatch.dispatched import Check, TokenDispatcher, no_errors
 from expert_placement.load import WAIT_CAUSES, LoadFigures
+from kvcache.images import ImageRowsError, axes_of, read_rows, rows_in
 from kvcache.paged_cache import PagedCache
 from kvcache.step import Drawn, Inputs, Span, Step
 from moe.model import Model
 from scheduler.policy.batch import Scheduled, StepBatch
-from scheduler.policy.request import Logprobs
+from scheduler.policy.request import Logprobs, Request
 from scheduler.policy.sequence import DraftedContext, Sequence, TokenContext
 from scheduler.sampling.sampler import Drawing, Sampled, Sampler
 from scheduler.step.draft_passes import DraftPasses
@@ -76,6 +77,16 @@ class Runner:
     def forward(self) -> Forward:
         """The function that runs steps: the model's forward, or one that replays it."""
         return self._forward
+
+    def with_rows(self, request: Request) -> Request:
+        """Return a request with the rows of its images, mapped from their files.
+
+        Raises:
+            ImageRowsError: They cannot be used.
+        """
+        if request.images and self._model.device.type != "cpu":
+            raise ImageRowsError("images are supported on CPUs only")
+        return replace(request, images=read_rows(request.images, self._model.hidden_dim))
 
     @property
     def step(self) -> Step:
@@ -303,7 +314,10 @@ def fill_step(step: Step, batch: StepBatch, agreed_tokens: int, before: Underway
     for item in batch.items:
         sequence, start, length = item.sequence, item.start, item.num_tokens
         place = sequence.request.adapter_place
-        spans.append(Span(start, length, sequence.block_ids, item.pieces, sequence.is_long, place))
+        span = Span(start, length, sequence.block_ids, item.pieces, sequence.is_long, place)
+        if images := sequence.request.images:
+            span = span._replace(axes=axes_of(images, start, length), images=rows_in(images, start, length))
+        spans.append(span)
         tokens += sequence.token_ids[start : start + length - len(item.drafts)]
         tokens += item.drafts
         row += length

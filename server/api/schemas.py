@@ -56,6 +56,8 @@ _UNSERVED: dict[str, tuple[Any, ...]] = {
     "suffix": (),
     "audio": (),
     "modalities": (["text"],),
+    "mm_processor_kwargs": (),
+    "media_io_kwargs": (),
     "chat_template": (),
 }
 ChatMessage = dict[str, Any]  # a message translated from another API, not checked yet
@@ -161,7 +163,7 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: str
-    content: Any = None  # text, or a list of text parts; checked in template_messages
+    content: Any = None  # text, or a list of parts; checked in template_messages
 
 
 class ChatRequest(SamplingFields):

@@ -5,9 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from server.api.images import NO_TOWER
 from server.api.parsers.registry import Markup
 from server.front import errors
 from server.front.adapters import Adapters, NamedAdapter
+from server.front.images.input import ImageInput
 from server.front.structure.structure_checks import StructureChecks
 from server.front.tokenizer import Tokenizer
 from server.http.exchanges import owner_of_exchange, seeds_from
@@ -36,6 +38,8 @@ class ServedModel:
     long_work: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_LONG_WORK))
     markup: Markup = Markup()  # noqa: RUF009 - frozen; the model's format for calls and reasoning
     adapters: Adapters | None = None  # None: the service has none
+    images: ImageInput | None = None  # None: the model takes no images, because
+    why_blind: str = NO_TOWER
 
     def check_name(self, name: str | None) -> str:
         """Return the model name for the answer. None is the first served name.

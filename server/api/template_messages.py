@@ -17,6 +17,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from server.api.images import IMAGE_PARTS, NO_TOWER, OTHER_MEDIA, image_part, place_of
 from server.api.parsers.token_calls import DEEPSEEK
 from server.api.schemas import Message, is_deeper
 from server.front.errors import ApiError, bad_request
@@ -29,20 +30,27 @@ MAX_DEPTH = 64  # levels of a call's arguments; templates write them recursively
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
-def template_messages(messages: Sequence[Message]) -> list[TemplateMessage]:
-    """Return a chat's messages for the template. Content is a text, or a list of text parts if there are several.
+def template_messages(messages: Sequence[Message], why_blind: str = NO_TOWER) -> list[TemplateMessage]:
+    """Return a chat's messages for the template. Content is a text, or a list of parts if there are several or an image.
+
+    Args:
+        why_blind: Why images are refused; empty if they are accepted.
 
     Raises:
         ApiError: 400, naming the message and the field.
     """
-    return [_template_message(place, message) for place, message in enumerate(messages)]
+    return [_template_message(place, message, why_blind) for place, message in enumerate(messages)]
 
 
 def text_of(content: Any) -> str:
     """Return content as a text. Several parts become lines, as in vLLM for templates that accept only text."""
     if isinstance(content, list):
-        return "\n".join(part["text"] for part in content)
+        return "\n".join(part["text"] for part in content if part["type"] == "text")
     return content or ""
+
+
+def _has_image(content: Any) -> bool:
+    return isinstance(content, list) and any(part["type"] == "image" for part in content)
 
 
 def with_content(
@@ -56,7 +64,7 @@ def _with_content(message: TemplateMessage, form: ContentForm) -> TemplateMessag
     content = message.get("content")
     if form is ContentForm.PARTS and isinstance(content, str):
         return {**message, "content": [{"type": "text", "text": content}] if content else []}
-    if form is ContentForm.TEXT and isinstance(content, list):
+    if form is ContentForm.TEXT and isinstance(content, list) and not _has_image(content):
         return {**message, "content": text_of(content)}
     return message
 
@@ -107,14 +115,13 @@ def with_text_arguments(messages: Sequence[TemplateMessage]) -> list[TemplateMes
     ]
 
 
-def _template_message(place: int, message: Message) -> TemplateMessage:
+def _template_message(place: int, message: Message, why_blind: str) -> TemplateMessage:
     fields = message.model_dump(exclude_unset=True)
     content = message.content
     where = f"messages.{place}"
     if isinstance(content, list):
-        texts = [_part_text(f"{where}.content.{number}", part) for number, part in enumerate(content)]
-        parts = [{"type": "text", "text": text} for text in texts]
-        fields["content"] = parts if len(parts) > 1 else "".join(texts)
+        parts = [_part(f"{where}.content.{number}", part, why_blind) for number, part in enumerate(content)]
+        fields["content"] = parts if len(parts) > 1 or _has_image(parts) else text_of(parts)
     elif content is not None and not isinstance(content, str):
         raise bad_request(f"{where}.content must be text or a list of text parts.", f"{where}.content")
     elif content is None and (message.role == "assistant" or "content" in fields):
@@ -131,18 +138,29 @@ def _template_message(place: int, message: Message) -> TemplateMessage:
     return fields
 
 
-def _part_text(where: str, part: Any) -> str:
+def _part(where: str, part: Any, why_blind: str) -> dict[str, str]:
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
         raise bad_request(f"{where} must be an object with a type.", where)
-    if part["type"] not in _TEXT_PARTS:
-        raise bad_request(
-            f"{where} is of type {part['type']!r}; this model supports only text.", f"{where}.type"
-        )
-    name = _TEXT_PARTS[part["type"]]
+    kind: str = part["type"]
+    if kind in IMAGE_PARTS and not why_blind:
+        image_part(part, where)
+        return {"type": "image"}
+    if kind not in _TEXT_PARTS:
+        where = place_of(part, where)
+        raise bad_request(f"{where} is of type {kind!r}; {_supported(kind, why_blind)}.", f"{where}.type")
+    name = _TEXT_PARTS[kind]
     if not isinstance(part.get(name), str):
         raise bad_request(f"{where}.{name} must be a string.", f"{where}.{name}")
-    text: str = part[name]
-    return text
+    return {"type": "text", "text": part[name]}
+
+
+def _supported(kind: str, why_blind: str) -> str:
+    """Return what is supported instead of a part of this type."""
+    if kind in IMAGE_PARTS:
+        return f"this model supports only text, because {why_blind}"
+    if kind in OTHER_MEDIA:
+        return f"{OTHER_MEDIA[kind]} is not supported"
+    return "this model supports only text" if why_blind else "this model supports text and images"
 
 
 def _calls(calls: Any, where: str) -> list[dict[str, Any]]:

@@ -7,8 +7,18 @@ from collections import Counter
 import transformers
 from transformers.utils import logging
 
-from moe.survey import SupportStatus, moe_types, survey
+from moe.survey import SupportStatus, Verdict, moe_types, survey
+from server.front.images.seeing import SEEING, WHY_NOT
 from server.options.reading import nearest
+
+
+def _about_images(verdict: Verdict) -> str:
+    """Return whether a model with an image tower takes images; empty for a model without one."""
+    if verdict.status is not SupportStatus.TEXT_PART:
+        return ""
+    if verdict.model_type in SEEING:
+        return "and images"
+    return f"no images: {WHY_NOT.get(verdict.model_type, 'this type was not checked with images')}"
 
 
 def run_models(args: argparse.Namespace) -> int:
@@ -31,7 +41,8 @@ def run_models(args: argparse.Namespace) -> int:
     width, counts = max(map(len, wanted)), Counter[SupportStatus]()
     for verdict in survey(wanted):
         counts[verdict.status] += 1
-        print(f"{verdict.model_type:{width}}  {verdict.status:9}  {verdict.why}".rstrip(), flush=True)
+        why = verdict.why or _about_images(verdict)
+        print(f"{verdict.model_type:{width}}  {verdict.status:9}  {why}".rstrip(), flush=True)
     if not args.types:
         told = ", ".join(f"{counts[status]} {status}" for status in SupportStatus)
         print(f"\ntransformers {transformers.__version__}, {len(wanted)} types with experts: {told}")

@@ -60,6 +60,7 @@ class Ask:
     skip_special_tokens: bool = True
     hidden_ids: frozenset[int] = frozenset()  # special tokens to hide even if others are shown
     eos_ids: frozenset[int] = frozenset()  # the model's own stop tokens, as opposed to the client's
+    images: tuple[object, ...] = ()  # the files of its images' rows exist as long as these
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ The front keeps this in memory only, so a restarted front drains no rank.
 import asyncio
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from scheduler.policy.request import Withdraw
@@ -76,8 +76,8 @@ class Moves:
                 self._ranks.post(rank, Withdraw(request_id, even_if_begun=cause is not MoveCause.QUEUE))
         self._note_drained()
 
-    def _prompt_of(self, request_id: str) -> tuple[int, ...]:
-        return self._journal.open_entries[request_id].request.prompt_ids
+    def _prompt_of(self, request_id: str) -> Sequence[int]:
+        return self._journal.open_entries[request_id].request.key_ids
 
     def drain(self, rank: int) -> None:
         """Move a rank's requests to the others, and give it no new ones. A rank that is draining goes on.

@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from kvcache.images import ImageRowsError
 from scheduler.policy.request import FinishReason, RankStats, RequestOutput, Withdraw
 from scheduler.structure.compiler import CLIENTS_FAULT, StructureError
 from server.front import errors
@@ -270,7 +271,7 @@ class Requests:
         request = self._journal.request_so_far(request_id)
         previous = rank if request.replayed_ids else None
         cause, target = self._router.take_back(
-            request_id, [*request.prompt_ids, *request.replayed_ids], is_handed_over=bool(output.token_ids)
+            request_id, [*request.key_ids, *request.replayed_ids], is_handed_over=bool(output.token_ids)
         )
         if target != rank:
             self._journal.take_back(request_id, cause)
@@ -478,7 +479,7 @@ class Requests:
             self._parked[request_id] = generation
             return
         request = replace(self._journal.request_so_far(request_id), adapter_place=place)
-        token_ids = [*request.prompt_ids, *request.replayed_ids]
+        token_ids = [*request.key_ids, *request.replayed_ids]
         session = generation.asker.session
         num_more = max(0, params.max_tokens - len(request.replayed_ids))
         if target is not None and request.replayed_ids:  # it was running
@@ -512,7 +513,10 @@ class Requests:
                 num_awaited_tokens=saved_tokens if is_near or request.prefix_at else 0,
             )
         self._expect_no_more(generation, rank)
-        self._ranks.submit(rank, request, now_s=now_s)
+        try:
+            self._ranks.submit(rank, request, now_s=now_s)
+        except ImageRowsError as error:
+            self._end(generation, FinishReason.ERROR, errors.failed(str(error)), str(error))
         if next_rank is not None and self._router.share_host(rank, next_rank):
             generation.expected_at = next_rank
             self._ranks.expect(next_rank, request, now_s=now_s)

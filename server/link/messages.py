@@ -29,6 +29,7 @@ import numpy as np
 
 from expert_placement.files import from_json, to_json
 from expert_placement.placement import Placement
+from kvcache.images import ImageRowsError, read_rows, without_copies
 from kvcache.tiers.jobs import PeerAddress
 from scheduler.epochs.heartbeat import Heartbeat
 from scheduler.epochs.orders import Order
@@ -48,6 +49,8 @@ from server.options.pools import Pool, Role
 
 SERVICE, METHOD = "wideep.Front", "Attach"  # gRPC names of the one stream that a rank keeps open
 TOKEN_KEY, DEFINITION_KEY = "authorization", "wideep-messages"  # metadata of that stream
+
+MOST_ROW_BYTES = 160 << 20  # of the images of one message; base64 makes them a third longer
 
 OPTIONS: tuple[tuple[str, int], ...] = (  # gRPC options of both ends
     ("grpc.max_receive_message_length", 256 << 20),  # bytes; a prompt of a million tokens takes about 7 MB
@@ -196,8 +199,23 @@ class Submit(NamedTuple):
     timeout_s: float | None  # None without a deadline
 
     @classmethod
-    def of(cls, request: Request, now_s: float) -> "Submit":
-        """Return the message for a request that is sent at `now_s`, time.monotonic() of the sender."""
+    def of(cls, request: Request, now_s: float, *, has_files: bool = False) -> "Submit":
+        """Return the message for a request that is sent at `now_s`, time.monotonic() of the sender.
+
+        Args:
+            has_files: Whether the receiver can open the files of rows of images. Otherwise the message contains them.
+
+        Raises:
+            ImageRowsError: A file cannot be read, or the message would be too large.
+        """
+        if request.images and not has_files:
+            request = dataclasses.replace(request, images=without_copies(read_rows(request.images)))
+            num_bytes = sum(image.rows.nbytes for image in request.images if image.rows is not None)
+            if num_bytes > MOST_ROW_BYTES:
+                raise ImageRowsError(
+                    f"the rows of the images take {num_bytes >> 20} MiB, and a rank of another host takes at most "
+                    f"{MOST_ROW_BYTES >> 20} MiB"
+                )
         timeout_s = None if request.deadline_s is None else request.deadline_s - now_s
         prompt, replayed = (np.array(ids, np.uint32) for ids in (request.prompt_ids, request.replayed_ids))
         return cls(dataclasses.replace(request, prompt_ids=(), replayed_ids=()), prompt, replayed, timeout_s)

@@ -8,6 +8,7 @@ import asyncio
 import hmac
 import logging
 import math
+import socket
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -187,8 +188,9 @@ class Ranks:
         await self._server.stop(0)
 
     def submit(self, rank: int, request: Request, *, now_s: float) -> None:
-        """Send a request to a rank."""
-        self._post(rank, Submit.of(request, now_s))
+        """Send a request to a rank. A rank of this host reads the rows of images from their files."""
+        is_near = bool(request.images) and self.attached[rank].facts.host == socket.gethostname()
+        self._post(rank, Submit.of(request, now_s, has_files=is_near))
 
     def expect(self, rank: int, request: Request, *, now_s: float) -> None:
         """Announce a request that another rank of the same host will hand over to this one."""

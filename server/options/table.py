@@ -41,6 +41,7 @@ from server.options.flag import (
     tokens,
     whole,
 )
+from server.options.images import ImageOptions
 from server.options.parser_names import REASONING_PARSERS, TOOL_PARSERS
 from server.options.pools import (
     PREFILL_THRESHOLD,
@@ -393,6 +394,8 @@ class Options:
         help="add the times of each request to its response, or to the usage chunk of its stream",
     )  # fmt: skip
     http: HttpOptions = field(default=HttpOptions())
+
+    images: ImageOptions = field(default=ImageOptions())
 
     seed: int | None = flag(
         HTTP, "--seed", read=whole(0, 2**64 - 1), metavar="N", default_text="random for each request",

@@ -43,9 +43,13 @@ from server.experts.routes import expert_load_routes, placement_routes
 from server.front.adapter_folder import AdapterFolder
 from server.front.adapters import Adapters
 from server.front.admission import Admission
-from server.front.errors import ApiError, draining
+from server.front.errors import ApiError, bad_request, draining
 from server.front.events import EventLog
 from server.front.generations import Ask
+from server.front.images.encoder import Encoder, LineTokens
+from server.front.images.input import ImageInput
+from server.front.images.seeing import LINE_TOKENS, Sight, sight_of
+from server.front.images.sources import ImageSources
 from server.front.journal import Journal
 from server.front.membership import Epochs, Phase
 from server.front.moves import Moves
@@ -63,11 +67,18 @@ from server.http.adapter_routes import AdapterMetrics, adapter_routes
 from server.http.app import build_app
 from server.http.connections import ConnectionBound, Listener, default_most
 from server.http.docs_page import docs_routes
-from server.http.exchanges import HttpExchange, asker_of_exchange, note_answer, seeds_from
+from server.http.exchanges import (
+    HttpExchange,
+    asker_of_exchange,
+    note_answer,
+    owner_of_exchange,
+    seeds_from,
+)
 from server.http.guards import ApiKeys
 from server.http.idempotency import IdempotentAnswers
 from server.http.kept_answers import KeptAnswers
 from server.http.observability.gauges import FrontMetrics, MembershipMetrics
+from server.http.observability.images import ImageMetrics
 from server.http.observability.logs import AccessLog, RequestLog
 from server.http.observability.metrics import Metrics
 from server.http.observability.ops import membership_routes, ops_routes, throughput_routes
@@ -188,24 +199,27 @@ class HttpService:
             events=self.events,
         )
         self.adapters.on_broken = self._forget_prefixes
-        self.model = _served_model(options, tokenizer, ranks, self.adapters)
+        keys, clock = _keys(options), SteadyClock()
+        files = _file_store(options.http, keys, kept, clock)
+        self.model = _served_model(options, tokenizer, ranks, self.adapters, files)
         self._router = router
         self._balancing: list[asyncio.Task[None]] = []  # with --enable-eplb, once it serves
         name, are_named = options.served_model_names[0], self._has_several
         metrics.add(ExpertsMetrics(self._loads, name, are_named=are_named))
         metrics.add(AdapterMetrics(self.adapters, options.served_model_names[0]))
+        if self.model.images is not None:
+            encoder = self.model.images.encoder
+            metrics.add(ImageMetrics(lambda: encoder.counts))
         metrics.add(FrontMetrics(self.requests, router, name))
         metrics.add(MembershipMetrics(self._epochs, journal, self._num_parked, name, are_named=are_named))
         version = version_of("wideep") or "0+unknown"  # an uninstalled checkout
         self._traces = Traces.to(options.log.otlp_endpoint, service_version=version)
-        keys = _keys(options)
         answering = [
             chat_routes(self.model, self.requests),
             completion_routes(self.model, self.requests),
             responses_routes(self.model, self.requests, are_several=lambda: keys.are_several),
         ]
-        clock = SteadyClock()
-        batching = self._batching(options.http, keys, kept, answering, version, clock)
+        batching = self._batching(options.http, files, answering, version, clock)
         app = build_app(
             [*answering, *batching, *self._routers(options, metrics, version, environment)],
             version=version,
@@ -250,18 +264,13 @@ class HttpService:
     def _batching(
         self,
         http: HttpOptions,
-        keys: ApiKeys,
-        kept: Path,
+        files: FileStore,
         answering: Sequence[APIRouter],
         version: str,
         clock: SteadyClock,
     ) -> list[APIRouter]:
         """Return the routes of files and batches. Batch lines call the routes in `answering`, without a key."""
-        directory = kept / "files" if http.files_dir is None else Path(http.files_dir)
-        files = FileStore(
-            directory, max_bytes=http.max_files_bytes, are_several=lambda: keys.are_several, clock=clock
-        )
-        batches = BatchStore(directory / "batches", clock=clock)
+        batches = BatchStore(files.directory / "batches", clock=clock)
         files.is_read = lambda file_id: batches.reader_of(file_id) is not None
         room = LinePlaces(self._num_places, lambda: self.requests.num_unbounded)
         endpoints = build_app(
@@ -329,6 +338,8 @@ class HttpService:
     async def serve(self, listener: socket.socket) -> None:
         """Serve HTTP on a bound socket until `stop` is called."""
         tasks = [asyncio.create_task(self._keep_ticking()), asyncio.create_task(self._batch_runs.serve())]
+        if self.model.images is not None:
+            tasks.append(asyncio.create_task(self.model.images.encoder.start()))
         if self._options.enable_eplb:
             self._balancing = [asyncio.create_task(_keep_balancing(each.placement)) for each in self.pools]
         starting = asyncio.create_task(self._start_adapters())
@@ -345,6 +356,8 @@ class HttpService:
             await asyncio.to_thread(self._traces.close)
             await self.model.structures.close()
             await self._weight_group.close()
+            if self.model.images is not None:
+                await self.model.images.close()
 
     async def _start_adapters(self) -> None:
         """Load the adapters of the start, and then those of a watched folder; end the server if one of the start cannot be served."""
@@ -538,8 +551,22 @@ def warn_of_unknown_calls(options: Options, template: TemplateFacts) -> None:
         )
 
 
-def _served_model(options: Options, tokenizer: Tokenizer, ranks: Ranks, adapters: Adapters) -> ServedModel:
+def _file_store(http: HttpOptions, keys: ApiKeys, kept: Path, clock: SteadyClock) -> FileStore:
+    directory = kept / "files" if http.files_dir is None else Path(http.files_dir)
+    return FileStore(
+        directory, max_bytes=http.max_files_bytes, are_several=lambda: keys.are_several, clock=clock
+    )
+
+
+def _served_model(
+    options: Options, tokenizer: Tokenizer, ranks: Ranks, adapters: Adapters, files: FileStore
+) -> ServedModel:
     warn_of_unknown_calls(options, tokenizer.template)
+    sight = sight_of(Path(options.model), device=options.device)
+    if sight.sees and sight.has_lines and not set(LINE_TOKENS) <= tokenizer.special_ids.keys():
+        sight = sight._replace(why_not=f"its tokenizer lacks {' or '.join(LINE_TOKENS)}")
+    if options.images.is_off:
+        sight = sight._replace(why_not="the server was started with --language-model-only")
     return ServedModel(
         names=options.served_model_names,
         adapters=adapters,
@@ -553,9 +580,30 @@ def _served_model(options: Options, tokenizer: Tokenizer, ranks: Ranks, adapters
         max_len=_max_len(options, tokenizer, ranks),
         created=int(time.time()),
         structures=StructureChecks(tokenizer.vocabulary),
+        images=_image_input(options, sight, tokenizer, files) if sight.sees else None,
+        why_blind=sight.why_not,
         markup=markup_of(
             tokenizer.template.text, tools=options.tool_call_parser, reasoning=options.reasoning_parser
         ),
+    )
+
+
+def _image_input(options: Options, sight: Sight, tokenizer: Tokenizer, files: FileStore) -> ImageInput:
+    images = options.images
+
+    async def read_file(file_id: str, where: str) -> bytes:
+        found = files.find(file_id, owner_of_exchange(), where)
+        if found.num_bytes > images.most_bytes:
+            raise bad_request(
+                f"{where}: the file has more than {images.most_bytes} bytes (--max-image-bytes).", where
+            )
+        return await asyncio.to_thread(files.path_of(found.id).read_bytes)
+
+    encoder = Encoder(options.model, most_pixels=images.most_pixels, cache_bytes=images.cache_bytes)
+    special = tokenizer.special_ids
+    line_tokens = LineTokens(*(special[token] for token in LINE_TOKENS)) if sight.has_lines else None
+    return ImageInput(
+        sight.token_id, images.most_images, ImageSources(images), encoder, read_file, line_tokens
     )
 
 

@@ -47,7 +47,7 @@ ORDER = (
     ("server.api.chat_turn",),
     ("server.api.prompts", "server.api.sampling", "server.api.streaming", "server.api.structure"),
     ("server.api.answer_json", "server.api.served", "server.api.template_messages", "server.api.tools"),
-    ("server.api.schemas",),
+    ("server.api.images", "server.api.schemas"),
     ("server.api.parsers",),
     ("scheduler.assembly",),
     ("scheduler.engine",),
@@ -69,7 +69,7 @@ ORDER = (
     ("moe.gpu.limits",),
     ("moe.weight_digests",),
     ("moe.adopt", "moe.expert_weights"),
-    ("moe.backend",),
+    ("moe.backend", "moe.vision"),
     ("moe.families",),
     (
         "moe.kernel_weight",
@@ -138,7 +138,7 @@ ORDER = (
     ("kvcache.gpu",),
     ("kvcache.blocks", "kvcache.paged_cache"),
     ("kvcache.codes", "kvcache.prefix", "kvcache.step"),
-    ("kvcache.states",),
+    ("kvcache.images", "kvcache.states"),
     ("expert_placement.control", "expert_placement.history", "expert_placement.tools"),
     ("expert_placement.files", "expert_placement.forecast", "expert_placement.plan"),
     (

@@ -4,9 +4,11 @@ import random
 from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 
+from kvcache.images import PlacedRows
 from kvcache.step import ROW_MULTIPLE, Drawn, Span, Step
 
 
@@ -131,3 +133,23 @@ def test_tokens_of_an_earlier_step_take_the_places_of_unknown_ones() -> None:
     step.fill([Span(3, 1, [0]), Span(5, 1, [1]), Span(0, 2, [2])], 2)
     inputs = step.inputs([0, 7, 8, 9], [0, 1, 3], Drawn(torch.tensor([70, 71]), [0], [1]))
     assert inputs.token_T[:5].tolist() == [71, 7, 8, 9, 0]
+
+
+def test_rows_of_images_and_positions_on_axes_are_placed_and_forgotten() -> None:
+    step = make_step()
+    rows = np.arange(2 * 3 * 4, dtype=np.float32).reshape(2, 3, 4)
+    axes = np.array([[7, 7, 8], [7, 8, 8], [7, 9, 8]])
+    seeing = Span(2, 3, [0], axes=axes, images=[PlacedRows(1, rows[:, :2])])
+    step.fill([Span(5, 2, [1]), seeing])
+    [placed] = step.images
+    assert placed.place == 3 and placed.rows is not rows and placed.rows.shape == (2, 2, 4)
+    assert step.model_positions.shape == (4, 1, step.num_padded)
+    assert step.model_positions[:, 0, :5].tolist() == [
+        [5, 6, 2, 3, 4],
+        [5, 6, 7, 7, 8],
+        [5, 6, 7, 8, 8],
+        [5, 6, 7, 9, 8],
+    ]
+    assert not step.model_positions[:, 0, 5:].any()
+    step.fill([Span(5, 2, [1])])
+    assert step.images == [] and step.model_positions.tolist() == [step.positions.tolist()]

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
+from server.api.images import FIELD
 from server.api.schemas import (
     MAX_MESSAGES,
     MAX_STOPS,
@@ -95,7 +96,7 @@ class MessagesRequest(CountTokensRequest):
 
 # Claude Code's system prompt begins with a block that differs in every request and would defeat the prefix cache.
 _BILLING = "x-anthropic-billing-header"
-_USER_BLOCKS = "text, tool_result"
+_USER_BLOCKS = "text, image, tool_result"
 _ASSISTANT_BLOCKS = "text, thinking, redacted_thinking, tool_use"
 
 
@@ -147,15 +148,32 @@ def _user_messages(message: InputMessage, where: str) -> list[ChatMessage]:
             tool_use_id = _name(block, "tool_use_id", place)
             content = "\n".join(_texts(block.get("content"), f"{place}.content"))
             messages.append({"role": "tool", "tool_call_id": tool_use_id, "content": content})
-        elif kind == "text":
+        elif kind in ("text", "image"):
             if not messages or messages[-1]["role"] != "user":
                 messages.append({"role": "user", "content": []})
-            messages[-1]["content"].append({"type": "text", "text": string_of(block, "text", place)})
+            is_text = kind == "text"
+            part = (
+                {"type": "text", "text": string_of(block, "text", place)} if is_text else _image(block, place)
+            )
+            messages[-1]["content"].append(part)
         else:
             _refuse(block, place, _USER_BLOCKS)
     if not messages:
         raise bad_request(f"{where} is empty.", where)
     return messages
+
+
+def _image(block: dict[str, Any], place: str) -> dict[str, str]:
+    """Return an image block as a part of a chat message."""
+    source, where = block.get("source"), f"{place}.source"
+    if not isinstance(source, dict) or source.get("type") not in ("base64", "url", "file"):
+        raise bad_request(f"{where} must be an object of type 'base64', 'url' or 'file'.", where)
+    if source["type"] == "file":
+        return {"type": "image", "file_id": string_of(source, "file_id", where), FIELD: place}
+    if source["type"] == "url":
+        return {"type": "image", "image": string_of(source, "url", where), FIELD: place}
+    kind, content = (string_of(source, field, where) for field in ("media_type", "data"))
+    return {"type": "image", "image": f"data:{kind};base64,{content}", FIELD: place}
 
 
 def _assistant_message(message: InputMessage, where: str) -> ChatMessage:
@@ -213,7 +231,7 @@ def _kind(block: Any, place: str) -> str:
 
 def _refuse(block: dict[str, Any], place: str, allowed: str) -> str:
     raise bad_request(
-        f"{place} is of type {block['type']!r}; this model supports only text; allowed types here: {allowed}.",
+        f"{place} is of type {block['type']!r}, which is not supported; allowed types here: {allowed}.",
         place,
     )
 

@@ -157,7 +157,7 @@ def _add_sglang_routes(
             "is_generation": True,
             "preferred_sampling_params": model.sampling_defaults or None,
             "weight_version": weight_version() or "default",
-            "has_image_understanding": False,
+            "has_image_understanding": model.images is not None,
             "has_audio_understanding": False,
         }
 
@@ -248,6 +248,7 @@ def _card(model: ServedModel, name: str) -> dict[str, Any]:
         "root": model.names[0] if adapter is None else adapter.directory,
         "parent": None if adapter is None else model.names[0],
         "max_model_len": model.max_len(),
+        "input_modalities": ["text"] if model.images is None else ["text", "image"],
         "permission": [_permission(name, model.created)],
     }
 

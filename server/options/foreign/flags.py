@@ -31,8 +31,8 @@ NONE = Fits("no value", lambda _given, _said: False)
 SLEEPS = Fits("--device cpu", lambda given, said: given is False or said.get("device") == "cpu")
 NO_SLEEP = "sleep mode (docs/sleep.md) works with --device cpu only; give that too, or leave it out"
 GENERATES = "only text generation is supported, without embeddings, scores or rewards; leave it out"
-TEXT = "only the text decoder of multimodal models is served"
-TEXT_ONLY = f"{TEXT}, and images, audio and video are not accepted; leave it out"
+IMAGES = "one process per front encodes images, with the checkpoint's processor and tower"
+IMAGES_ONLY = f"{IMAGES}; video, audio and embeddings are not accepted; leave it out"
 LORA = "adapters have no weights of this kind; docs/adapters.md lists what they may adapt"
 LORA_LAYOUTS = "every layout of adapters is read, on all modules that docs/adapters.md lists"
 NO_HALVES = "dual-batch overlap was slower in every measurement and is no longer supported; leave it out"

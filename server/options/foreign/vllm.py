@@ -11,6 +11,8 @@ from server.options.foreign.flags import (
     DRAFTS,
     GENERATES,
     GRAPHS,
+    IMAGES,
+    IMAGES_ONLY,
     KERNELS,
     LORA,
     LORA_LAYOUTS,
@@ -19,8 +21,6 @@ from server.options.foreign.flags import (
     NO_SLEEP,
     PACE,
     SLEEPS,
-    TEXT,
-    TEXT_ONLY,
     TIERS,
     Fits,
     ForeignFlag,
@@ -170,17 +170,16 @@ _MODEL = (
 )  # fmt: skip
 _MEDIA = (
     *harmless(
-        TEXT, switches="--language-model-only --skip-mm-profiling --disable-chunked-mm-input --mm-device-do-normalize "
+        IMAGES, switches="--skip-mm-profiling --disable-chunked-mm-input --mm-device-do-normalize "
         "--disable-mm-preprocessor-cache --trust-request-mm-kwargs",
-        values="--limit-mm-per-prompt --mm-processor-kwargs --mm-processor-cache-gb --mm-processor-cache-type "
-        "--mm-hasher-algorithm --mm-shm-cache-max-object-size-mb --mm-encoder-tp-mode --mm-encoder-attn-backend "
-        "--mm-encoder-attn-dtype --mm-tensor-ipc --mm-processor-device --mm-ipc-gpu-memory-gb --media-io-kwargs",
+        values="--mm-processor-cache-type --mm-hasher-algorithm --mm-shm-cache-max-object-size-mb --mm-encoder-tp-mode "
+        "--mm-encoder-attn-backend --mm-encoder-attn-dtype --mm-tensor-ipc --mm-processor-device --mm-ipc-gpu-memory-gb",
     ),
     *refused(
-        TEXT_ONLY, switches="--enable-mm-embeds --mm-encoder-only --interleave-mm-strings",
-        values="--allowed-local-media-path --video-pruning-rate --video-pruning-method --mm-encoder-fp8-scale-path "
-        "--mm-encoder-fp8-scale-save-path --mm-encoder-fp8-scale-save-margin --ec-transfer-config --ec-manager-config",
-        lists="--allowed-media-domains",
+        IMAGES_ONLY, switches="--enable-mm-embeds --mm-encoder-only --interleave-mm-strings",
+        values="--mm-processor-kwargs --media-io-kwargs --video-pruning-rate --video-pruning-method "
+        "--mm-encoder-fp8-scale-path --mm-encoder-fp8-scale-save-path --mm-encoder-fp8-scale-save-margin "
+        "--ec-transfer-config --ec-manager-config",
     ),
 )  # fmt: skip
 _PARALLEL = (
@@ -433,9 +432,12 @@ SAME_AS_VLLM = (
     "--gpu-memory-utilization --kv-cache-memory-bytes --kv-cache-dtype --kv-offloading-size --enable-prefix-caching --mamba-cache-mode --max-num-seqs "
     "--max-num-batched-tokens --max-num-queued-reqs --scheduling-policy --enforce-eager --log-level --uvicorn-log-level --enable-log-requests "
     "--disable-uvicorn-access-log --disable-access-log-for-endpoints --otlp-traces-endpoint --disable-log-stats "
-    "--speculative-config -sc --enable-lora --lora-modules --max-loras --max-lora-rank --max-cpu-loras"
+    "--speculative-config -sc --enable-lora --lora-modules --max-loras --max-lora-rank --max-cpu-loras --allowed-media-domains --allowed-local-media-path --limit-mm-per-prompt --mm-processor-cache-gb "
+    "--language-model-only"
 )
 DIFFERS_FROM_VLLM = {  # flag of the same name -> the difference
+    "--limit-mm-per-prompt": "the default is 16 images; video and audio are not supported",
+    "--mm-processor-cache-gb": "the default is 1; the cache holds the rows of images, in the front's memory",
     "--host": "the default is 127.0.0.1, this machine only",
     "--data-parallel-size": "ranks on this node, each with all attention weights and a share of the experts",
     "--gpu-memory-utilization": "the share of the memory that is free at startup",

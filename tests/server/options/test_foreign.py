@@ -118,7 +118,7 @@ def test_sentences_name_flags_that_there_are() -> None:
             ["--tp", "8", "--dp", "8", "--ep", "8", "--enable-dp-attention"],
             "--tensor-parallel-size 8 has no effect",
         ),
-        (["--limit-mm-per-prompt.image=0"], "has no effect: only the text decoder"),
+        (["--mm-encoder-tp-mode=data"], "has no effect: one process per front encodes images"),
         (
             ["--kv-offloading-size=20", "--kv-offloading-backend=native"],
             "--kv-offloading-backend native has no effect: --kv-offloading-size uses WideEP's own tier",

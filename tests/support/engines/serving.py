@@ -14,6 +14,7 @@ import torch.distributed as dist
 from attention.sparse import index as sparse_index
 from attention.sparse import pools as pooled_index
 from expert_placement.choose import ReplicaChoice
+from kvcache.images import Image, axes_of, rows_in
 from kvcache.paged_cache import PagedCache
 from kvcache.step import Span
 from kvcache.tiers.peers import PeerNetwork
@@ -120,11 +121,17 @@ def occupy(built: Assembled, *, leaving: int) -> int:
     return len(pool.acquire(pool.num_free - leaving))
 
 
-def request(request_id: str, prompt_ids: Sequence[int], **params: Any) -> Request:
+def request(
+    request_id: str, prompt_ids: Sequence[int], *, images: Sequence[Image] = (), **params: Any
+) -> Request:
     """Return a request, greedy unless `params` override it."""
     values = {"temperature": 0.0, "max_tokens": 48, **params}
     return Request(
-        request_id=request_id, prompt_ids=tuple(prompt_ids), params=SamplingParams(**values), arrival_s=0.0
+        request_id=request_id,
+        prompt_ids=tuple(prompt_ids),
+        params=SamplingParams(**values),
+        arrival_s=0.0,
+        images=tuple(images),
     )
 
 
@@ -136,19 +143,28 @@ def own_share(items: Sequence[Any]) -> list[Any]:
 
 
 def teacher_forced(
-    built: Assembled, sequences: Sequence[Sequence[int]], places: Sequence[int] | None = None
+    built: Assembled,
+    sequences: Sequence[Sequence[int]],
+    places: Sequence[int] | None = None,
+    *,
+    images: Sequence[Sequence[Image]] = (),
 ) -> list[np.ndarray]:
     """Run whole sequences in one step. Return the logits of every row, [tokens, V] per sequence. Collective.
 
     Args:
         places: Places of the sequences' adapters. None: no sequence has one.
+        images: Of each sequence; empty: none has any.
     """
     step, cache = built.runner.step, PagedCache(built.model.skeleton.cache_shapes, 64)
     spans, used, limit = [], 0, limit_of(built.model.net.config)
-    for sequence, place in zip(sequences, places or [-1] * len(sequences), strict=True):
-        blocks = -(-len(sequence) // step.block_tokens)
-        is_long = limit is not None and len(sequence) > limit
-        span = Span(0, len(sequence), range(used, used + blocks), is_long=is_long, adapter=place)
+    places, images = places or [-1] * len(sequences), images or [()] * len(sequences)
+    for sequence, place, seen in zip(sequences, places, images, strict=True):
+        blocks, length = -(-len(sequence) // step.block_tokens), len(sequence)
+        is_long = limit is not None and length > limit
+        axes, rows = axes_of(seen, 0, length), rows_in(seen, 0, length)
+        span = Span(
+            0, length, range(used, used + blocks), is_long=is_long, adapter=place, axes=axes, images=rows
+        )
         spans.append(span)
         used += blocks
     step.fill(spans)

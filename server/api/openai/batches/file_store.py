@@ -34,6 +34,7 @@ from server.machine.steady_clock import SteadyClock, taken_over
 from server.options.flag import OptionsError
 
 INPUT, OUTPUT = "batch", "batch_output"  # purposes
+UPLOADS = (INPUT, "vision", "user_data")  # of uploads: lines of a batch, or an image
 MAX_FILES = 10_000  # OpenAI's longest list
 MAX_NAME_CHARS = 255
 LIFETIME_S = 30 * 86_400  # OpenAI's default for batch files, and the maximum here
@@ -61,7 +62,7 @@ class StoredFile:
     id: str
     owner: str  # digest of the API key that uploaded it; empty without keys
     filename: str  # the client's name for it
-    purpose: str  # INPUT or OUTPUT
+    purpose: str  # one of UPLOADS, or OUTPUT
     num_bytes: int
     created_at: int  # seconds since 1970
     expires_at: int
@@ -141,7 +142,13 @@ class FileStore:
         return self._clock()
 
     async def add(
-        self, content: bytes, *, owner: str, filename: str, lifetime_s: int = LIFETIME_S
+        self,
+        content: bytes,
+        *,
+        owner: str,
+        filename: str,
+        purpose: str = INPUT,
+        lifetime_s: int = LIFETIME_S,
     ) -> StoredFile:
         """Store an upload.
 
@@ -149,7 +156,7 @@ class FileStore:
             ApiError: 413 if it exceeds the limits; 507 if the disk is full; 500 if it cannot be written.
         """
         self._check_room(len(content), owner)
-        about = self._about(new_id("file-"), owner, filename, INPUT, len(content), lifetime_s)
+        about = self._about(new_id("file-"), owner, filename, purpose, len(content), lifetime_s)
         self._take(about)  # reserve while writing
         try:
             await asyncio.to_thread(self._write, about, content)

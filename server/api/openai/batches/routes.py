@@ -18,6 +18,7 @@ from server.api.openai.batches.file_store import (
     LIFETIME_S,
     MAX_FILES,
     MAX_NAME_CHARS,
+    UPLOADS,
     FileStore,
     StoredFile,
     expiry_of,
@@ -43,7 +44,7 @@ _FORM = {
                     "required": ["file", "purpose"],
                     "properties": {
                         "file": {"type": "string", "format": "binary"},
-                        "purpose": {"type": "string", "enum": [INPUT]},
+                        "purpose": {"type": "string", "enum": [*UPLOADS]},
                         "expires_after[anchor]": {"type": "string", "enum": ["created_at"]},
                         "expires_after[seconds]": {"type": "integer"},
                     },
@@ -82,19 +83,22 @@ def file_routes(files: FileStore, batches: BatchStore) -> APIRouter:
 
     @router.post("/v1/files", response_model=None, openapi_extra=_FORM)
     async def create_file(http: HttpRequest) -> Response:
-        """Store a file of requests."""
+        """Store a file of requests, or an image."""
         form = read_form(http.headers.get("content-type", "").encode("latin-1"), await http.body())
         purpose = form.get("purpose", Part(b"", None)).text
-        if purpose != INPUT:
+        if purpose not in UPLOADS:
             raise bad_request(
-                f"purpose is {purpose[:80]!r}; this server stores files only for batches: it must be {INPUT!r}.",
-                "purpose",
+                f"purpose is {purpose[:80]!r}; it must be one of {', '.join(UPLOADS)}.", "purpose"
             )
         file = form.get("file")
         if file is None or not file.content:
             raise bad_request("file is missing or empty.", "file")
         kept = await files.add(
-            file.content, owner=owner_of_exchange(), filename=_told_name(file), lifetime_s=_lifetime_of(form)
+            file.content,
+            owner=owner_of_exchange(),
+            filename=_told_name(file),
+            purpose=purpose,
+            lifetime_s=_lifetime_of(form),
         )
         return json_response(kept.shown())
 

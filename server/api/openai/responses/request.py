@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
+from server.api.images import FIELD
 from server.api.schemas import (
     MAX_LOGPROBS,
     MAX_TOOLS,
@@ -175,7 +176,7 @@ def _add_message(messages: list[ChatMessage], item: Mapping[str, Any], where: st
     if not isinstance(content, str | list):
         raise bad_request(f"{where}.content must be a string or a list of parts.", f"{where}.content")
     if role != "assistant":
-        parts = content if isinstance(content, str) else _text_parts(content, f"{where}.content")
+        parts = content if isinstance(content, str) else _parts(content, f"{where}.content")
         messages.append({"role": role, "content": parts})
         return
     text = content if isinstance(content, str) else _joined(content, f"{where}.content")
@@ -219,9 +220,13 @@ def _open_assistant(messages: list[ChatMessage]) -> ChatMessage | None:
     return messages[-1] if messages and messages[-1]["role"] == "assistant" else None
 
 
-def _text_parts(parts: Sequence[Any], where: str) -> list[dict[str, str]]:
+def _parts(parts: Sequence[Any], where: str) -> list[dict[str, Any]]:
+    """Return a user's parts as those of a chat message. The chat checks images."""
     return [
-        {"type": "text", "text": _part_text(part, f"{where}.{number}")} for number, part in enumerate(parts)
+        {**part, FIELD: f"{where}.{number}"}
+        if isinstance(part, dict) and part.get("type") == "input_image"
+        else {"type": "text", "text": _part_text(part, f"{where}.{number}")}
+        for number, part in enumerate(parts)
     ]
 
 

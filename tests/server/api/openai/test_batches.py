@@ -281,7 +281,7 @@ def test_files_are_paged_in_either_order_also_while_they_are_deleted(client: ope
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
-        ({"data": {"purpose": "vision"}, "files": {"file": b"{}"}}, "purpose is 'vision'; this server stores files only for batches"),
+        ({"data": {"purpose": "assistants"}, "files": {"file": b"{}"}}, "purpose is 'assistants'; it must be one of batch, vision, user_data"),
         ({"data": {"purpose": "batch"}, "files": {"file": b""}}, "file is missing or empty"),
         ({"data": {"purpose": "batch"}, "files": {"other": b"{}"}}, "file is missing or empty"),
         ({"json": {"purpose": "batch"}}, "Send the file as multipart/form-data"),

@@ -1,0 +1,60 @@
+"""Put the rows of images into a model's forward: in the places of embedded tokens, and after its first layers.
+
+A family's image tower gives rows for the embedded tokens. Some families also add rows to the hidden values after each of the
+first layers (deepstack, arXiv 2406.04334). Both happen in hooks, which exist only during steps with such rows, so every
+family's own forward stays as it is, and steps without images cost nothing.
+Rejected: the keywords that the families' decoders have for this. They differ, and most need a mask of the whole batch.
+
+Legend: T rows of the step, D hidden size.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from kvcache.images import PlacedRows
+from moe.text_part import decoder_layers
+
+
+class ImagePlaces:
+    """The places of a model that take rows of images."""
+
+    def __init__(self, net: PreTrainedModel) -> None:
+        self._embeddings: nn.Module = net.get_input_embeddings()
+        self._layers = decoder_layers(net)
+
+    @contextmanager
+    def filled(self, images: Sequence[PlacedRows]) -> Iterator[None]:
+        """Let forwards in this context take these rows. Their places count the step's rows."""
+        hooks: list[Any] = []
+        if images:
+            hooks.append(self._embeddings.register_forward_hook(partial(_replace, images)))
+        for depth in range(1, max((len(placed.rows) for placed in images), default=0)):
+            layer = self._layers[depth - 1]
+            hooks.append(layer.register_forward_hook(partial(_add, images, depth)))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def _replace(
+    images: Sequence[PlacedRows], _embeddings: nn.Module, _inputs: Any, embedded_1TD: Tensor
+) -> None:
+    for placed in images:
+        rows_ND = torch.from_numpy(placed.rows[0])
+        embedded_1TD[0, placed.place : placed.place + len(rows_ND)] = rows_ND.to(embedded_1TD)
+
+
+def _add(images: Sequence[PlacedRows], depth: int, _layer: nn.Module, _inputs: Any, output: Any) -> None:
+    hidden_1TD: Tensor = output if isinstance(output, Tensor) else output[0]
+    for placed in images:
+        if depth < len(placed.rows):
+            rows_ND = torch.from_numpy(placed.rows[depth])
+            hidden_1TD[0, placed.place : placed.place + len(rows_ND)] += rows_ND.to(hidden_1TD)

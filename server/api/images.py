@@ -1,0 +1,141 @@
+"""Images in a chat: find them in the messages, read and encode them, and give each its range of the prompt.
+
+A chat template writes one token for an image. The prompt gets as many as the image has rows, so the length of the context and the
+usage count them before the request is queued.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from kvcache.images import Image
+from server.front.errors import bad_request
+from server.front.images.encoder import EncodedImage
+from server.front.images.input import ImageInput
+
+IMAGE_PARTS = ("image_url", "input_image", "image")
+# Other media, and the words for them in errors.
+OTHER_MEDIA = {
+    "video_url": "video", "video": "video", "input_video": "video", "audio_url": "audio", "audio": "audio",
+    "input_audio": "audio",
+}  # fmt: skip
+
+
+class ImagePart(NamedTuple):
+    """An image in a message."""
+
+    where: str  # its place in the request, for errors
+    url: str = ""
+    file_id: str = ""  # of an uploaded file, instead of a URL
+
+
+class SeenImages(NamedTuple):
+    """The images of a prompt."""
+
+    ranges: tuple[Image, ...] = ()
+    files: tuple[EncodedImage, ...] = ()  # of their rows, which exist as long as these
+
+
+NO_IMAGES = SeenImages()
+# Key of a part that another API's request became: the part's place in that request, for errors.
+FIELD = "wideep_field"
+NO_TOWER = "it has no image tower"  # why a model takes no images, unless another reason is given
+
+
+def place_of(part: Mapping[str, Any], where: str) -> str:
+    """Return a part's place in the client's request; `where` is its place in the chat."""
+    given = part.get(FIELD)
+    return given if isinstance(given, str) else where
+
+
+def image_part(part: Mapping[str, Any], where: str) -> ImagePart:
+    """Return the image of a content part of one of `IMAGE_PARTS`.
+
+    Args:
+        where: The part's place in the chat.
+
+    Raises:
+        ApiError: 400, naming the field.
+    """
+    kind, where = part["type"], place_of(part, where)
+    field = "image_url" if kind == "input_image" else kind
+    given = part.get(field)
+    shown = where if FIELD in part else f"{where}.{field}"
+    if isinstance(file_id := part.get("file_id"), str):
+        return ImagePart(where if FIELD in part else f"{where}.file_id", file_id=file_id)
+    if isinstance(given, Mapping):
+        given, shown = given.get("url"), shown if FIELD in part else f"{shown}.url"
+    if not isinstance(given, str) or not given:
+        raise bad_request(
+            f"{shown} must be a URL, such as data:image/png;base64,..., unless there is a file_id.", shown
+        )
+    return ImagePart(shown, given)
+
+
+def image_parts(contents: Sequence[Any]) -> Iterator[ImagePart]:
+    """Yield the images in the contents of a chat's messages, in order."""
+    for place, content in enumerate(contents):
+        for number, part in enumerate(content if isinstance(content, list) else ()):
+            if isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS:
+                yield image_part(part, f"messages.{place}.content.{number}")
+
+
+async def see(
+    prompt_ids: Sequence[int], parts: Sequence[ImagePart], taken: ImageInput
+) -> tuple[list[int], SeenImages]:
+    """Read and encode a prompt's images.
+
+    Args:
+        prompt_ids: Tokens of the rendered prompt, with one token for each image.
+        parts: The images, in order.
+        taken: Reads and encodes them.
+
+    Returns:
+        The tokens with one for each row of the images, and the images at their places.
+
+    Raises:
+        ApiError: 400 if an image cannot be read or used, or the prompt does not show each image once.
+    """
+    if len(parts) > taken.most_images:
+        raise bad_request(
+            f"The request has {len(parts)} images; at most {taken.most_images} are allowed (--limit-mm-per-prompt).",
+            parts[taken.most_images].where,
+        )
+    num_shown = sum(token_id == taken.token_id for token_id in prompt_ids)
+    if num_shown != len(parts):
+        raise bad_request(
+            f"The rendered prompt shows {num_shown} images, but the messages have {len(parts)}: a text contains the image "
+            "token, or the chat template does not show images in this role.",
+            "messages",
+        )
+    tasks = [asyncio.ensure_future(_encoded(part, taken)) for part in parts]
+    try:
+        files = await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
+    ids: list[int] = []
+    ranges: list[Image] = []
+    waiting = iter(files)
+    for token_id in prompt_ids:
+        if token_id != taken.token_id:
+            ids.append(token_id)
+            continue
+        more, places = next(waiting).placed(len(ids), token_id, taken.line_tokens)
+        ids += more
+        ranges += places
+    return ids, SeenImages(tuple(ranges), tuple(files))
+
+
+async def _encoded(part: ImagePart, taken: ImageInput) -> EncodedImage:
+    async with taken.encoder.room(part.where):
+        begun_s = time.perf_counter()
+        if part.file_id:
+            content = await taken.read_file(part.file_id, part.where)
+        else:
+            content = await taken.sources.read(part.url, part.where)
+        taken.encoder.count(fetch_s=time.perf_counter() - begun_s)
+        return await taken.encoder.encode(content, part.where)

@@ -1,0 +1,102 @@
+"""The process that turns images into rows: it decodes, runs `transformers`' image processor, then the model's image tower.
+
+Images are untrusted, and towers take long. So neither runs in the front: a crash ends this process, and its low priority leaves
+the processors to the ranks. It encodes one image at a time, on one thread, so that the rows of an image are the same bits
+whenever they are computed.
+
+Input on stdin: the settings as one line of JSON, then one image per line: a number, the file with its bytes, its digest, and the
+file to write the rows to. Files are paths to descriptors of the front, so no image is copied through a pipe.
+Output on stdout: a line with the meaning of the rows, a digest of all settings that change them; then one line per image.
+"""
+
+import hashlib
+import json
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+import PIL
+import torch
+import transformers
+from transformers import AutoImageProcessor
+
+from kvcache.images import write_rows
+from moe.vision.tower import Tower
+from server.front.images.picture_files import UnusableImageError, open_picture
+from server.machine.parent_death import die_with_parent
+
+NICENESS = 10
+
+
+def run_encoder(orders: TextIO = sys.stdin) -> int:
+    """Answer until stdin ends; return the exit status."""
+    die_with_parent()
+    os.nice(NICENESS)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    torch.set_num_threads(1)
+    transformers.utils.logging.set_verbosity_error()  # of a missing torchvision, for example
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries print too
+    settings = json.loads(orders.readline())
+    try:
+        encoder = ImageEncoder(Path(settings["directory"]), settings["most_pixels"])
+    except Exception as error:  # noqa: BLE001 - the front reports any of them
+        print(json.dumps({"failure": f"{type(error).__name__}: {error}"}), file=answers, flush=True)
+        return 1
+    print(json.dumps({"meaning": encoder.meaning}), file=answers, flush=True)
+    for line in orders:
+        print(json.dumps(encoder.answer(json.loads(line))), file=answers, flush=True)
+    return 0
+
+
+class ImageEncoder:
+    """A model's image processor and tower."""
+
+    def __init__(self, directory: Path, most_pixels: int) -> None:
+        """Load both.
+
+        Raises:
+            ValueError, OSError: The checkpoint has no usable processor or tower.
+        """
+        self._most_pixels = most_pixels
+        self._processor: Any = AutoImageProcessor.from_pretrained(
+            directory, backend="pil", local_files_only=True, trust_remote_code=False
+        )
+        self._tower = Tower(directory)
+        # transformers' processor of these models overrides the patch size of the image processor, too.
+        has_lines = "image_sizes" in self._processor.model_input_names
+        self._options = {"patch_size": self._tower.pixels_per_row} if has_lines else {}
+        versions = [transformers.__version__, PIL.__version__, torch.__version__]
+        described = json.dumps([*versions, self._processor.to_json_string()])
+        self.meaning = hashlib.sha256(described.encode()).hexdigest()
+
+    def answer(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Encode one image, write its rows, and return the answer."""
+        times = [time.perf_counter()]
+        try:
+            picture = open_picture(Path(order["content"]).read_bytes(), self._most_pixels)
+            times.append(time.perf_counter())
+            try:
+                inputs = self._processor(images=[picture], return_tensors="pt", **self._options)
+            except ValueError as error:  # such as an aspect ratio above its limit
+                raise UnusableImageError(f"the model's image processor refuses it: {error}") from error
+            times.append(time.perf_counter())
+            features = self._tower.encode(dict(inputs))
+        except UnusableImageError as error:
+            return {"number": order["number"], "why_not": str(error)}
+        rows = features.rows_LND.numpy()
+        write_rows(order["rows"], order["digest"], rows)
+        times.append(time.perf_counter())
+        steps = ("decode_s", "process_s", "tower_s")
+        return {
+            "number": order["number"],
+            "num_rows": rows.shape[1],
+            "height": features.height,
+            "width": features.width,
+            "line": features.line,
+            "num_bytes": rows.nbytes,
+            **{name: end - begin for name, begin, end in zip(steps, times, times[1:], strict=False)},
+        }

@@ -1,0 +1,242 @@
+"""Read the bytes of a client's image: from a data URL, from the web, or from an allowed folder.
+
+A URL is an order to this machine to open a connection, so it is checked (server-side request forgery). Names are resolved here,
+and the connection goes to the very address that was checked, so a second answer of a name server changes nothing. Addresses
+that are not public are refused, on each redirect again, unless the operator listed the host. Size and time are limited.
+
+Rejected: a check of the URL before an HTTP client resolves the name again (DNS rebinding), and environment proxies, which
+would resolve it elsewhere.
+"""
+
+import asyncio
+import base64
+import binascii
+import contextlib
+import ipaddress
+import os
+import socket
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urljoin, urlsplit
+
+import httpcore
+
+from server.front.errors import ApiError, bad_request
+from server.options.images import ImageOptions
+
+MOST_REDIRECTS = 3
+_REDIRECTS = (301, 302, 303, 307, 308)
+_MOST_URL_CHARS = 8192
+_LONG = 1 << 20  # bytes; decoding or reading more takes milliseconds, so a thread does it
+_EMBEDDED = (
+    ipaddress.ip_network("64:ff9b::/96"),
+    ipaddress.ip_network("64:ff9b:1::/48"),
+)  # IPv4 behind NAT64
+_TROUBLE = (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError, OSError)
+
+
+class ForbiddenAddressError(OSError):
+    """A host with an address that is not public; the message names the host."""
+
+
+class ImageSources:
+    """Reads images for one service."""
+
+    def __init__(self, options: ImageOptions) -> None:
+        self._options = options
+        backend = CheckedBackend(options.allowed_domains)
+        self._pool = httpcore.AsyncConnectionPool(
+            network_backend=backend, max_connections=16, keepalive_expiry=5.0
+        )
+
+    async def read(self, url: str, where: str) -> bytes:
+        """Return the bytes of the image at a URL.
+
+        Args:
+            where: The URL's field, for errors.
+
+        Raises:
+            ApiError: 400, naming the field.
+        """
+        scheme = url[:8].partition(":")[0].lower()
+        if scheme == "data":
+            return await self._decode(url, where)
+        if len(url) > _MOST_URL_CHARS:
+            raise bad_request(f"{where} has more than {_MOST_URL_CHARS} characters.", where)
+        if scheme in ("http", "https"):
+            return await self._fetch(url, where)
+        if scheme == "file":
+            return await self._read_file(url, where)
+        raise bad_request(f"{where} must be a data, http or https URL; got {url[:60]!r}.", where)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._pool.aclose()
+
+    async def _decode(self, url: str, where: str) -> bytes:
+        head, comma, content = url.partition(",")
+        if not comma or not head.lower().endswith(";base64"):
+            raise bad_request(f"{where} must be a data URL with base64: data:image/png;base64,...", where)
+        if len(content) * 3 // 4 > self._options.most_bytes + 3:
+            raise self._too_large(where)
+
+        def decode() -> bytes:
+            return base64.b64decode(content, validate=True)
+
+        try:
+            found = await asyncio.to_thread(decode) if len(content) > _LONG else decode()
+        except (binascii.Error, ValueError) as error:
+            raise bad_request(f"{where} is not valid base64: {error}.", where) from None
+        return self._checked(found, where)
+
+    async def _read_file(self, url: str, where: str) -> bytes:
+        folder = self._options.local_path
+        if folder is None:
+            raise bad_request(
+                f"{where} is a file:// URL; the server accepts none (--allowed-local-media-path).", where
+            )
+        host, _, name = url[len("file://") :].partition("/")
+        path = os.path.realpath("/" + unquote(name).replace("\0", ""))
+        is_inside = os.path.commonpath((folder, path)) == folder
+        if not is_inside or host.lower() not in ("", "localhost") or not url.lower().startswith("file://"):
+            raise bad_request(f"{where} is outside the folder of --allowed-local-media-path.", where)
+        try:
+            found = await asyncio.to_thread(_read_regular, Path(path), self._options.most_bytes + 1)
+        except OSError as error:
+            raise bad_request(f"{where} cannot be read: {error.strerror or error}.", where) from None
+        return self._checked(found, where)
+
+    async def _fetch(self, url: str, where: str) -> bytes:
+        timeout_s = self._options.fetch_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                for _ in range(MOST_REDIRECTS + 1):
+                    self._check_host(url, where)
+                    found, url = await self._get(url, where)
+                    if found is not None:
+                        return self._checked(found, where)
+        except TimeoutError:
+            raise bad_request(
+                f"{where}: the image did not arrive within {timeout_s:g} s (--image-fetch-timeout).", where
+            ) from None
+        except ForbiddenAddressError as error:
+            raise bad_request(f"{where}: {error}.", where) from None
+        except (*_TROUBLE, httpcore.UnsupportedProtocol, ValueError) as error:
+            raise bad_request(
+                f"{where}: the image cannot be fetched ({type(error).__name__}: {error}).", where
+            ) from None
+        raise bad_request(f"{where}: more than {MOST_REDIRECTS} redirects.", where)
+
+    def _check_host(self, url: str, where: str) -> None:
+        parts = urlsplit(url)
+        host = (parts.hostname or "").lower().rstrip(".")
+        if parts.scheme not in ("http", "https") or not host:
+            raise bad_request(f"{where} leads to {url[:60]!r}, which is not an http or https URL.", where)
+        if parts.username is not None or parts.password is not None:
+            raise bad_request(f"{where} must not contain a user name or a password.", where)
+        allowed = self._options.allowed_domains
+        if allowed and not is_listed(host, allowed):
+            raise bad_request(
+                f"{where}: images from {host[:100]!r} are not allowed here; allowed hosts: {', '.join(allowed)}.",
+                where,
+            )
+
+    async def _get(self, url: str, where: str) -> tuple[bytes | None, str]:
+        """Return the content of a URL, or None and the URL that it redirects to."""
+        headers = {"Accept": "image/*", "User-Agent": "wideep"}
+        limits: dict[str, Any] = {
+            "timeout": dict.fromkeys(("connect", "read", "write", "pool"), self._options.fetch_timeout_s)
+        }
+        async with self._pool.stream("GET", url, headers=headers, extensions=limits) as response:
+            fields = {name.lower(): value for name, value in response.headers}
+            if response.status in _REDIRECTS and b"location" in fields:
+                return None, urljoin(url, fields[b"location"].decode("ascii", "replace"))
+            if response.status != 200:
+                raise bad_request(f"{where}: the image's server answered {response.status}.", where)
+            if fields.get(b"content-encoding", b"identity") != b"identity":
+                raise bad_request(f"{where}: the image's server sent a compressed answer.", where)
+            announced = fields.get(b"content-length", b"0")
+            if announced.isdigit() and int(announced) > self._options.most_bytes:
+                raise self._too_large(where)
+            content = bytearray()
+            async for piece in response.aiter_stream():
+                content += piece
+                if len(content) > self._options.most_bytes:
+                    raise self._too_large(where)
+            return bytes(content), url
+
+    def _checked(self, content: bytes, where: str) -> bytes:
+        if len(content) > self._options.most_bytes:
+            raise self._too_large(where)
+        if not content:
+            raise bad_request(f"{where} is an empty image.", where)
+        return content
+
+    def _too_large(self, where: str) -> ApiError:
+        return bad_request(
+            f"{where}: the image has more than {self._options.most_bytes} bytes (--max-image-bytes).", where
+        )
+
+
+def is_listed(host: str, allowed: Iterable[str]) -> bool:
+    """Return whether a host is in a list of names, such as images.example or *.example."""
+    return any(
+        host == each or (each.startswith("*.") and host.endswith(each[1:]) and host != each[2:])
+        for each in allowed
+    )
+
+
+def is_public(address: str) -> bool:
+    """Return whether an IP address belongs to the public internet, and so does the IPv4 address inside it."""
+    found = ipaddress.ip_address(address.partition("%")[0])
+    if isinstance(found, ipaddress.IPv6Address):
+        inner = found.ipv4_mapped or found.sixtofour or (found.teredo[1] if found.teredo else None)
+        if inner is None and any(found in network for network in _EMBEDDED):
+            inner = ipaddress.IPv4Address(int(found) & 0xFFFF_FFFF)
+        if inner is not None and not is_public(str(inner)):
+            return False
+    return found.is_global and not found.is_multicast
+
+
+class CheckedBackend(httpcore.AsyncNetworkBackend):
+    """Opens connections to public addresses, and to listed hosts. The checked address is the one that is used."""
+
+    def __init__(self, allowed: Iterable[str] = ()) -> None:
+        self._allowed = tuple(allowed)
+        self._backend = httpcore.AnyIOBackend()
+
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,
+        local_address: str | None = None,
+        socket_options: Iterable[Any] | None = None,
+    ) -> httpcore.AsyncNetworkStream:
+        """Resolve a host, check its addresses and connect to one of them."""
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        addresses = list(dict.fromkeys(str(each[4][0]) for each in found))
+        is_free = is_listed(host.lower().rstrip("."), self._allowed)
+        if not is_free and not all(map(is_public, addresses)):
+            raise ForbiddenAddressError(
+                f"the address of {host} is not public (list the host in --allowed-media-domains to allow it)"
+            )
+        for address in addresses[:-1]:
+            with contextlib.suppress(httpcore.ConnectError, httpcore.ConnectTimeout):
+                return await self._backend.connect_tcp(address, port, timeout, local_address, socket_options)
+        return await self._backend.connect_tcp(addresses[-1], port, timeout, local_address, socket_options)
+
+    async def sleep(self, seconds: float) -> None:
+        """Pause."""
+        await self._backend.sleep(seconds)
+
+
+def _read_regular(path: Path, most_bytes: int) -> bytes:
+    """Read a regular file, not a pipe or a device that would block."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError("it is not a regular file")
+        return file.read(most_bytes)

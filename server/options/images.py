@@ -1,0 +1,102 @@
+"""Options for images in requests: their limits, and the places from which the front reads them."""
+
+import json
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from server.options.flag import (
+    Group,
+    OptionsError,
+    flag,
+    number,
+    size,
+    size_in_gib,
+    switch,
+    text,
+    texts,
+    whole,
+)
+
+IMAGES = Group("images", "the front")
+_FETCH_S = number(lambda seconds: 0 < seconds <= 600, "above 0 and at most 600 seconds")
+
+
+def _domains(name: str, given: Any) -> tuple[str, ...]:
+    domains = texts(name, given)
+    for domain in domains:
+        if not domain or set(domain) & set("/ @"):
+            raise OptionsError(
+                f"{name} has {domain!r}; give host names such as images.example, *.example or 10.0.0.7"
+            )
+    return tuple(domain.lower() for domain in domains)
+
+
+def _folder(name: str, given: Any) -> str:
+    path = os.path.realpath(os.path.expanduser(text(name, given)))
+    if not given or not os.path.isdir(path):
+        raise OptionsError(f"{name} is {given!r}, which is not a folder; give one that exists")
+    return path
+
+
+def _most_images(name: str, given: Any) -> int:
+    """Read vLLM's JSON object. Video and audio may only have 0."""
+    try:
+        limits = json.loads(given) if isinstance(given, str) else given
+    except ValueError:
+        limits = None
+    shown = f"{name} is {given!r}"
+    if not isinstance(limits, dict):
+        raise OptionsError(f"""{shown}; give a JSON object such as '{{"image": 4}}'""")
+    for kind, limit in limits.items():
+        count = limit.get("count", 0) if isinstance(limit, dict) else limit
+        if kind not in ("image", "video", "audio") or not isinstance(count, int) or count < 0:
+            raise OptionsError(f"""{shown}; give a number of images, such as '{{"image": 4}}'""")
+        if kind != "image" and count:
+            raise OptionsError(f"{shown}; {kind} is not supported: set it to 0 or leave it out")
+    count = limits.get("image", MOST_IMAGES)
+    return int(count.get("count", 0) if isinstance(count, dict) else count)
+
+
+MOST_IMAGES = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageOptions:
+    """Limits of images, and their allowed sources."""
+
+    allowed_domains: tuple[str, ...] = flag(
+        IMAGES, "--allowed-media-domains", read=_domains, metavar="HOST", action="extend", nargs="+", default=(),
+        default_text="every host with a public address",
+        help="hosts from which images may be fetched, such as images.example or *.example; listed hosts may have private "
+        "addresses, and all others are refused",
+    )  # fmt: skip
+    local_path: str | None = flag(
+        IMAGES, "--allowed-local-media-path", read=_folder, metavar="DIR", default_text="file:// URLs are refused",
+        help="folder of files that file:// URLs may name; links to files outside it are refused",
+    )  # fmt: skip
+    most_images: int = flag(
+        IMAGES, "--limit-mm-per-prompt", read=_most_images, metavar="JSON", default=MOST_IMAGES,
+        default_text='{"image": 16}', help="maximum number of images in one request; 0 refuses images",
+    )  # fmt: skip
+    is_off: bool = switch(
+        IMAGES, "--language-model-only", help="refuse images, also for models that take them"
+    )
+    most_bytes: int = flag(
+        IMAGES, "--max-image-bytes", read=size, metavar="BYTES", default=20 << 20, default_text="20M",
+        help="maximum size of an encoded image; --max-request-bytes limits data URLs, too",
+    )  # fmt: skip
+    most_pixels: int = flag(
+        IMAGES, "--max-image-pixels", read=whole(1), metavar="N", default=50_000_000,
+        help="maximum width times height of an image; a decoded pixel takes three bytes",
+    )  # fmt: skip
+    fetch_timeout_s: float = flag(
+        IMAGES, "--image-fetch-timeout", read=_FETCH_S, metavar="SECONDS", default=5.0,
+        help="time limit for fetching one image, redirects included",
+    )  # fmt: skip
+    cache_bytes: int = flag(
+        IMAGES, "--image-cache-size", "--mm-processor-cache-gb", read=size_in_gib, metavar="SIZE", default=1 << 30,
+        default_text="1G",
+        help="host memory for the encoded form of recent images, so that a repeated image is not encoded again; a plain number "
+        "counts GiB, as in vLLM; 0 disables it",
+    )  # fmt: skip

@@ -1,0 +1,77 @@
+"""Which model directories take images on this machine, and why others do not."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.front.images.seeing import sight_of
+
+SEES = {"model_type": "qwen3_vl_moe", "vision_config": {}, "image_token_id": 7}
+
+
+def written(directory: Path, config: Any, *, has_processor: bool = True) -> Path:
+    """Write a model directory."""
+    (directory / "config.json").write_text(json.dumps(config))
+    if has_processor:
+        (directory / "preprocessor_config.json").write_text("{}")
+    return directory
+
+
+@pytest.fixture
+def pillow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Pillow seem installed."""
+    own = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name, *more: "found" if name == "PIL" else own(name, *more)
+    )
+
+
+@pytest.mark.usefixtures("pillow")
+def test_a_checked_family_sees(tmp_path: Path) -> None:
+    sight = sight_of(written(tmp_path, SEES))
+    assert sight.sees and sight.token_id == 7
+
+
+@pytest.mark.usefixtures("pillow")
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"vision_config": None}, "it has no image tower"),
+        ({"model_type": "qwen3_moe", "vision_config": None}, "it has no image tower"),
+        ({"model_type": "new_vl_moe"}, "images for models of type new_vl_moe are not supported"),
+        ({"model_type": "gemma4"}, "attend to each other in both directions"),
+        ({"model_type": "llama4"}, "needs torchvision"),
+        ({"model_type": "ernie4_5_vl_moe"}, "experts for images"),
+        ({"image_token_id": None}, "no image_token_id"),
+    ],
+)
+def test_other_models_do_not_see(change: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    assert reason in sight_of(written(tmp_path, {**SEES, **change})).why_not
+
+
+@pytest.mark.usefixtures("pillow")
+def test_a_token_may_have_its_older_name_and_lines(tmp_path: Path) -> None:
+    config = {"model_type": "mistral3", "vision_config": {}, "image_token_index": 8}
+    assert sight_of(written(tmp_path, config)) == (8, "", True)
+
+
+@pytest.mark.usefixtures("pillow")
+def test_a_directory_without_a_processor_does_not_see(tmp_path: Path) -> None:
+    assert "no preprocessor_config.json" in sight_of(written(tmp_path, SEES, has_processor=False)).why_not
+
+
+@pytest.mark.usefixtures("pillow")
+def test_a_gpu_does_not_see(tmp_path: Path) -> None:
+    assert "--device cpu only" in sight_of(written(tmp_path, SEES), device="cuda").why_not
+
+
+def test_without_pillow_nothing_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    assert "Pillow is not installed" in sight_of(written(tmp_path, SEES)).why_not
+
+
+def test_a_directory_without_a_configuration_does_not_see(tmp_path: Path) -> None:
+    assert "cannot be read" in sight_of(tmp_path).why_not

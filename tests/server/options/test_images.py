@@ -1,0 +1,70 @@
+"""Options for images: vLLM's forms, and values that are refused."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from server.cli import build_parser
+from server.options.flag import OptionsError
+from server.options.images import ImageOptions
+from server.options.reading import options_from
+
+
+def given(*words: str) -> ImageOptions:
+    """Return the options of a command line."""
+    return options_from(build_parser().parse_args(["serve", "m", *words])).images
+
+
+def test_the_defaults() -> None:
+    options = given()
+    assert (options.most_images, options.allowed_domains, options.local_path) == (16, (), None)
+
+
+@pytest.mark.parametrize(
+    ("limits", "most"),
+    [
+        ('{"image": 4}', 4),
+        ('{"image": 0, "video": 0}', 0),
+        ('{"image": {"count": 5, "width": 512, "height": 512}}', 5),
+        ('{"video": 0}', 16),
+    ],
+)
+def test_the_number_of_images_has_vllm_s_forms(limits: str, most: int) -> None:
+    assert given("--limit-mm-per-prompt", limits).most_images == most
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--limit-mm-per-prompt", '{"video": 1}'), "video is not supported"),
+        (("--limit-mm-per-prompt", '{"pictures": 1}'), "give a number of images"),
+        (("--limit-mm-per-prompt", '{"image": -1}'), "give a number of images"),
+        (("--limit-mm-per-prompt", "4"), "give a JSON object"),
+        (("--limit-mm-per-prompt", "{"), "give a JSON object"),
+        (("--allowed-media-domains", "https://images.example"), "give host names"),
+        (("--allowed-local-media-path", "/no/such/folder"), "is not a folder"),
+        (("--image-fetch-timeout", "0"), "above 0"),
+        (("--max-image-pixels", "0"), "at least 1"),
+        (("--max-image-bytes", "0"), "give a size"),
+    ],
+)
+def test_other_values_are_refused(words: tuple[str, ...], reason: str) -> None:
+    with pytest.raises(OptionsError, match=reason):
+        given(*words)
+
+
+def test_hosts_are_a_list_and_the_folder_is_a_real_path(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    options = given(
+        *("--allowed-media-domains", "Images.example", "*.example"),
+        *("--allowed-local-media-path", str(tmp_path / "link"), "--language-model-only"),
+    )
+    assert options.allowed_domains == ("images.example", "*.example")
+    assert options.local_path == os.path.realpath(tmp_path) and options.is_off
+
+
+def test_a_cache_counts_gib_without_a_unit() -> None:
+    assert given("--mm-processor-cache-gb", "2").cache_bytes == 2 << 30
+    assert given("--image-cache-size", "64M").cache_bytes == 64 << 20
+    assert given("--image-cache-size", "0").cache_bytes == 0
