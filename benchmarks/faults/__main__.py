@@ -1,20 +1,23 @@
-"""Is any answer lost or changed when engines are killed, hang or return under load, and how long do streams pause?
+"""Is any answer lost or changed when engines are killed, links break or disks fail under load, and how long do streams pause?
 
 `wideep serve` on several ranks, with a constant number of open requests: greedy, seeded, with penalties, logprobs, several
-choices or a form, streamed and whole. Faults occur one after the other, each kind in turn or (`--random`) drawn with a seed. A
-client that is cut off when a front ends retries with its Idempotency-Key. Each answer is compared with the answer to the same
-request before the first fault. After the last fault the service must be in its initial state: no running request, no block in
-use, no leaked descriptor. With --tiers, the service keeps blocks in host memory and on a disk, its KV cache holds little
-more than the open requests, and the disk fails too.
+choices or a form, streamed and whole. Half of them find no cached prefix. Faults occur one after the other, each kind in
+turn or (`--random`) drawn with a seed; a kind that cannot occur is left out, with the reason. A client that is cut off when
+a front ends retries with its Idempotency-Key. Each answer is compared with the answer to the same request before the first
+fault. After the last fault the service must be in its initial state: no running request, no block in use, no leaked descriptor.
+
+With --tiers, the service keeps blocks in host memory and on a disk, its KV cache holds little more than the open requests, and
+the disk fails too. With --nodes 2, half of the ranks run on a second node: it is on the same machine, but shares no memory
+with the first one. As a control, bits change in transit: the service must notice each changed record.
 
 Expected bound: the kernel closes a dead process' connections at once (some ms), a step takes as long as before, new
 groups take some 10 ms, lost experts are read from the page cache (1 s per GB), replayed requests are prefilled again:
 tenths of a second. A hung engine is suspected after two seconds. All engines at once: the time of a start. While some rank serves,
 no stream pauses for more than 3 seconds beyond its usual gaps.
 
-Run: `python -m benchmarks.faults [MODEL] [--ranks 3] [--tiers] [--open 10] [--random N] [--seed S] [--save]`. MODEL is a directory
-or `demo` (default). The exit status is 1 if an answer was lost or changed, if a stream paused too long, or if something was left
-behind.
+Run: `python -m benchmarks.faults [MODEL] [--ranks 3 | --pools POOLS] [--nodes 2] [--tiers] [--open 10] [--random N] [--seed S]
+[--save]`. MODEL is a directory or `demo` (default). The exit status is 1 if an answer was lost or changed, if a stream paused too
+long, if a changed record was not noticed, or if something was left behind.
 """
 
 import argparse
@@ -25,14 +28,15 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from benchmarks.card import environment_card, print_card, print_tail, save_result
 from benchmarks.faults.campaign import Campaign, Fault
-from benchmarks.faults.disk import FaultyDisk
-from benchmarks.faults.kinds import FAULTS, OF_TIERS, OUTAGES, OWN_MOVE
+from benchmarks.faults.kinds import FAULTS, OF_NODES, OF_TIERS, OUTAGES, OWN_MOVE, SUPERVISOR
+from benchmarks.faults.nodes import TwoNodes
+from benchmarks.faults.orders import Orders
 from benchmarks.serving.closed_loop import ExactPrompts
-from benchmarks.serving.service import BenchServiceError, Service
+from benchmarks.serving.service import BenchServiceError, Server, Service
 from kvcache.paged_cache import BLOCK_TOKENS
 from server.front.tokenizer import Tokenizer
 from server.serve.preflight.model import resolve_model
@@ -44,7 +48,12 @@ _EAGER = (  # rebalances often and moves slowly
     '"max_bytes_per_step": 65536}',
 )
 _PROMPT_TOKENS = 48
+_HAND_OVER = (
+    f"--prefill-threshold={_PROMPT_TOKENS}"  # so that each prompt without a cached prefix is handed over
+)
+_WRONG = ("lost", "changed", "late", "unseen_flips", "left_behind")  # figures that must be 0 or empty
 _DISK_BYTES = 128 << 20
+_MOST_DRAWN = 3  # drawn kinds per fault
 _KINDS_OF_REQUESTS: Sequence[dict[str, Any]] = (
     {"temperature": 0},
     {"temperature": 1.0, "seed": 7},
@@ -71,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.save:
         save_result("faults", result)
     print_tail(result)
-    return 1 if any(result[wrong] for wrong in ("lost", "changed", "late", "left_behind")) else 0
+    return 1 if any(result[wrong] for wrong in _WRONG) else 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -79,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("model", nargs="?", default="demo", help="a directory or 'demo' (default)")
     parser.add_argument("--ranks", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--pools", help="pools of ranks, as for `wideep serve`, instead of --ranks")
+    parser.add_argument("--nodes", type=int, choices=(1, 2), default=1, help="default: %(default)s")
     parser.add_argument("--tiers", action="store_true", help="a small KV cache with tiers below it")
     parser.add_argument("--open", type=int, default=10, help="open requests at a time (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=200, help="tokens per answer (default: %(default)s)")
@@ -86,7 +96,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="seed of random choices (default: %(default)s)")
     parser.add_argument(
         "--kinds",
-        help=f"only these kinds, separated by commas: {', '.join(FAULTS)}; with --tiers: {', '.join(OF_TIERS)}",
+        help=f"only these kinds, separated by commas: {', '.join(FAULTS)}; with --tiers: {', '.join(OF_TIERS)}; with --tiers "
+        f"and --nodes 2: {', '.join(OF_NODES)}",
     )
     parser.add_argument(
         "--save", action="store_true", help="write benchmarks/results/faults-<date>-<cpu>.json"
@@ -106,9 +117,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         )
     ]
     drawn = random.Random(args.seed)
-    faults = {**FAULTS, **(OF_TIERS if args.tiers else {})}
+    faults = _possible(args)
     names = args.kinds.split(",") if args.kinds else list(faults)
-    kinds = drawn.choices(names, k=args.random) if args.random else names
+    if unknown := [name for name in names if name not in faults]:
+        raise BenchServiceError(f"--kinds has {', '.join(unknown)}; possible are {', '.join(faults)}")
+    # More than needed, because a kind that is left out once is not injected again.
+    kinds = drawn.choices(names, k=_MOST_DRAWN * args.random) if args.random else names
+    num_faults = args.random or len(kinds)
     num_ranks = args.ranks
     if args.pools:
         num_ranks = sum(int(pool.rpartition(":")[2]) for pool in args.pools.split(","))
@@ -116,29 +131,57 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         tempfile.TemporaryDirectory(prefix="wideep_faults_") as folder,
         tempfile.NamedTemporaryFile(prefix="wideep_bench_") as log,
     ):
-        disk = FaultyDisk(Path(folder)) if args.tiers else None
+        orders = Orders(Path(folder))
         flags = [
-            f"--pools={args.pools}" if args.pools else f"--data-parallel-size={num_ranks}",
-            f"--max-rank-restarts={3 * len(kinds) + 3}",
+            *([f"--pools={args.pools}", _HAND_OVER] if args.pools else []),
+            f"--max-rank-restarts={3 * num_faults + 3}",
             "--disable-access-log",
-            *(_EAGER if OWN_MOVE in kinds else ()),
-            *(_tier_flags(args, model, disk) if disk else ()),
+            *(_EAGER if OWN_MOVE in names else ()),
         ]
-        environment = disk.environment if disk else {}
-        with Service(str(model), flags, log, environment=environment) as service:
+        with _service(args, model, num_ranks, flags, orders, log) as service:
             campaign = Campaign(
                 service,
                 bodies,
                 num_ranks=num_ranks,
                 num_open=args.open,
                 drawn=drawn,
-                disk=disk,
+                orders=orders,
                 outages=OUTAGES,
             )
-            return _run(campaign, [(kind, faults[kind]) for kind in kinds], Path(log.name))
+            return _run(campaign, [(kind, faults[kind]) for kind in kinds], num_faults, Path(log.name))
 
 
-def _tier_flags(args: argparse.Namespace, model: Path, disk: FaultyDisk) -> list[str]:
+def _possible(args: argparse.Namespace) -> dict[str, Fault]:
+    """Return the kinds of faults that these options permit. Print those that are left out."""
+    faults = {**FAULTS, **OF_TIERS, **OF_NODES}
+    reasons = {}
+    if not args.tiers:
+        reasons |= dict.fromkeys([*OF_TIERS, *OF_NODES], "the service has no tiers (--tiers)")
+    elif args.nodes == 1:
+        reasons |= dict.fromkeys(OF_NODES, "all ranks share the memory of one node (--nodes 2)")
+    if args.nodes == 2:
+        reasons[SUPERVISOR] = "a torchrun ends with its first worker"
+    for kind, reason in reasons.items():
+        print(f"   {kind}: left out, because {reason}")
+    return {kind: fault for kind, fault in faults.items() if kind not in reasons}
+
+
+def _service(
+    args: argparse.Namespace, model: Path, num_ranks: int, flags: list[str], orders: Orders, log: IO[bytes]
+) -> Server:
+    """Start the service on one node, or on two. Each node has its own folder on the disk."""
+    folders = [orders.disk / str(node) for node in range(args.nodes)]
+    orders.disk.mkdir()
+    own = [[*flags, *(_tier_flags(args, model, folder) if args.tiers else ())] for folder in folders]
+    if args.nodes == 2:
+        over_tcp = [[*flags, "--all2all-backend=gloo"] for flags in own]  # so that ranks need their links
+        return TwoNodes(str(model), num_ranks // 2, over_tcp, log, environment=orders.environment)
+    [single] = own
+    ranks = [] if args.pools else [f"--data-parallel-size={num_ranks}"]
+    return Service(str(model), [*ranks, *single], log, environment=orders.environment)
+
+
+def _tier_flags(args: argparse.Namespace, model: Path, folder: Path) -> list[str]:
     """Return flags for tiers below a KV cache that holds little more than the open requests. Host memory holds half of that."""
     tokens = _PROMPT_TOKENS + args.tokens + BLOCK_TOKENS
     token_bytes = sum(shape.token_bytes for shape in read_model(model, on_gpu=False, float_bytes=None).shapes)
@@ -147,14 +190,14 @@ def _tier_flags(args: argparse.Namespace, model: Path, disk: FaultyDisk) -> list
         f"--max-model-len={2 * tokens}",
         f"--kv-cache-memory={cache_bytes}B",
         f"--kv-offloading-size={cache_bytes // 2}B",
-        f"--kv-offloading-dir={disk.folder}",
+        f"--kv-offloading-dir={folder}",
         f"--kv-offloading-disk-size={_DISK_BYTES}B",
     ]
 
 
-def _run(campaign: Campaign, faults: Sequence[tuple[str, Fault]], log: Path) -> dict[str, Any]:
+def _run(campaign: Campaign, faults: Sequence[tuple[str, Fault]], most: int, log: Path) -> dict[str, Any]:
     try:
-        return asyncio.run(campaign.run(faults))
+        return asyncio.run(campaign.run(faults, most=most))
     except BenchServiceError as error:
         last = log.read_text(errors="replace").splitlines()[-30:]
         raise BenchServiceError("\n".join([str(error), "Last log lines:", *last])) from error
@@ -164,8 +207,12 @@ def _print_summary(result: dict[str, Any]) -> None:
     print(
         f"\n   {result['faults']} faults, {result['answers']} answers: {result['lost']} lost, {result['changed']} "
         f"changed; {result['refused']} new requests refused with 503, {result['asked_again']} cut-off "
-        f"requests retried with their key; {result['moves']:g} moves, {result['tier_faults']:g} damaged records found"
+        f"requests retried with their key; {result['moves']:g} moves, {result['hand_overs']:g} of them hand-overs; "
+        f"{result['tier_faults']:g} damaged records found; of {result['flips']} records changed in transit, "
+        f"{result['unseen_flips']} were not noticed"
     )
+    for what in ("waits_s", "first_token_s", "load"):
+        print(f"   {what}: {result[what]}")
     for kind, times in result["kinds"].items():
         told = ", ".join(
             f"{what} p50 {spread['p50']:.2f}, p99 {spread['p99']:.2f}"

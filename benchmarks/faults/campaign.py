@@ -12,16 +12,17 @@ import signal
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults.disk import FaultyDisk
+from benchmarks.faults.links import connections, cut
+from benchmarks.faults.orders import Orders
+from benchmarks.faults.outcomes import FaultOutcome, left_behind, line_of, spread, summarise
 from benchmarks.serving.live_answers import LiveAnswer, LostAnswerError, Said, longest_pause_s
-from benchmarks.serving.processes import command_of, pss_bytes, tree
-from benchmarks.serving.service import HOST, BenchServiceError, Service
+from benchmarks.serving.processes import command_of, pss_bytes
+from benchmarks.serving.service import HOST, BenchServiceError, Server
 from server.tools.bench.figures import percentile
 
 Fault = Callable[["Campaign"], Awaitable[int]]  # injects the fault; returns how many members it removes
@@ -29,18 +30,20 @@ Fault = Callable[["Campaign"], Awaitable[int]]  # injects the fault; returns how
 RECOVERY_TIMEOUT_S = 240.0  # for engines that load on a busy machine
 SETTLE_S = 20.0  # for tiers that still copy blocks after the last answer
 MOST_PAUSE_S = 3.0  # of a stream, beyond its usual longest gap, while some rank serves
+OWN_MOVE_S = 30.0  # limit of the wait for a rebalance that the service decides itself
+REGROUP_S = 5.0  # limit of the wait for a new epoch
+_SALTED = 0.5  # share of the requests that find no cached prefix
 _POLL_S = 0.02
+_COUNTERS = {  # a name in the result -> a metric and a part of its labels
+    "moves": ("wideep:request_moves_total", ""),
+    "hand_overs": ("wideep:request_moves_total", 'cause="hand_over"'),
+    "tier_faults": ("wideep:kv_tier_faults_total", ""),
+}
 _SEMAPHORE = "sem.mp-"  # of multiprocessing: used by concurrent tests, not by the service
 
 
-@dataclass(kw_only=True)
-class FaultOutcome:
-    """One fault: when it was detected, how long streams paused, when all ranks served again."""
-
-    kind: str
-    detected_s: float | None  # None if no rank was missed, which is right for a short pause
-    whole_s: float
-    pauses_s: list[float]
+class LeftOutError(Exception):
+    """A fault cannot be injected in this campaign. The message has the reason."""
 
 
 class Campaign:
@@ -48,25 +51,29 @@ class Campaign:
 
     def __init__(
         self,
-        service: Service,
+        service: Server,
         bodies: Sequence[dict[str, Any]],
         *,
         num_ranks: int,
         num_open: int,
         drawn: random.Random,
-        disk: FaultyDisk | None = None,
+        orders: Orders,
         outages: Sequence[str] = (),
     ) -> None:
         """Send no request before `run`.
 
         Args:
-            disk: The disk of the service's tier, if it has one.
+            orders: Orders to the processes of the service.
             outages: Kinds of faults during which no rank serves, so that streams may pause longer.
         """
         self.service, self.bodies, self.num_ranks, self.num_open = service, bodies, num_ranks, num_open
-        self.drawn, self._disk, self._outages = drawn, disk, outages
+        self.drawn, self.orders, self._outages = drawn, orders, outages
+        self.pools: dict[str, list[int]] = {}  # ranks by name
         self._gaps_s: list[float] = []  # of streams before faults
+        self._first_s: list[float] = []  # waits for the first piece of a stream
         self.outcomes: list[FaultOutcome] = []
+        self.left_out: dict[str, str] = {}  # a kind of fault -> the reason
+        self._counted = dict.fromkeys(_COUNTERS, (0.0, 0.0))  # of earlier fronts, and of this one
         self.problems: list[str] = []  # lost or changed answers
         self.num_answers = self.num_lost = self.num_changed = self.num_refused = 0
         self._killed: set[int] = set()  # pids of engines
@@ -77,8 +84,14 @@ class Campaign:
         self._is_over = False
         self._struck_s: float | None = None  # time of the first signal of the current fault
 
-    async def run(self, faults: Sequence[tuple[str, Fault]]) -> dict[str, Any]:
-        """Inject faults, given with their names, one after the other under load. Return figures."""
+    async def run(self, faults: Iterable[tuple[str, Fault]], *, most: int | None = None) -> dict[str, Any]:
+        """Inject faults, given with their names, one after the other under load. Return figures.
+
+        Args:
+            most: Stop after this number of faults. A kind that is left out once is not tried again.
+        """
+        found = json.loads(await self._ask("GET", "/pools"))["pools"]
+        self.pools = {each["name"]: each["ranks"] for each in found}
         for body in self.bodies:
             self._expected.append(
                 await LiveAnswer(port=self.service.port, body=body, is_streamed=False).read()
@@ -86,34 +99,53 @@ class Campaign:
         await self.apply_plan()  # the first plan loads the planner, which stays in memory
         before = await self._footprint()
         clients = [asyncio.create_task(self._client(number)) for number in range(self.num_open)]
-        for number, (kind, fault) in enumerate(faults, start=1):
-            outcome = await self._suffer(kind, fault, clients)
-            self.outcomes.append(outcome)
-            print(f"   {number:3} {_line(outcome)}", flush=True)
+        for kind, fault in faults:
+            if kind in self.left_out:
+                continue
+            try:
+                self.outcomes.append(await self._suffer(kind, fault, clients))
+                print(f"   {len(self.outcomes):3} {line_of(self.outcomes[-1])}", flush=True)
+            except LeftOutError as reason:
+                self.left_out[kind] = str(reason)
+                print(f"       {kind}: left out, because {reason}", flush=True)
+            await self._count()
+            if len(self.outcomes) == most:
+                break
         self._is_over = True
         await asyncio.gather(*clients)
         after = await self._settled_footprint()
+        await self._count()
+        flips = self.orders.flips
         most_s = MOST_PAUSE_S + (percentile(self._gaps_s, 99) if self._gaps_s else 0.0)
+        waits_s = [
+            each for kind, times in self._pauses().items() if kind not in self._outages for each in times
+        ]
         return {
             "faults": len(self.outcomes),
+            "left_out": self.left_out,
+            "load": spread([each.load for each in self.outcomes]),
+            "waits_s": spread(waits_s),
+            "waits_beyond_limit": sum(each > MOST_PAUSE_S for each in waits_s),
+            "first_token_s": spread(self._first_s),
+            "flips": flips.num,
+            "unseen_flips": flips.num_unseen,
             "answers": self.num_answers,
             "lost": self.num_lost,
             "changed": self.num_changed,
             "refused": self.num_refused,
             "asked_again": self.num_cut_off,
             "problems": self.problems[:20],
-            "kinds": _summarise(self.outcomes),
+            "kinds": summarise(self.outcomes),
             "most_pause_s": round(most_s, 3),
             "late": {
                 kind: num_late
                 for kind, times in self._pauses().items()
                 if kind not in self._outages and (num_late := sum(each > most_s for each in times))
             },
-            "tier_faults": await self._figure("wideep:kv_tier_faults_total"),
-            "moves": await self._figure("wideep:request_moves_total"),
+            **{name: before_restarts + now for name, (before_restarts, now) in self._counted.items()},
             "before": before,
             "after": after,
-            "left_behind": _left_behind(before, after),
+            "left_behind": left_behind(before, after),
         }
 
     async def _suffer(self, kind: str, fault: Fault, clients: Sequence[asyncio.Task[None]]) -> FaultOutcome:
@@ -123,8 +155,13 @@ class Campaign:
         losses = (await self.status())["losses"]
         open_at_fault = list(self._open.values())
         begun_s, self._struck_s = time.perf_counter(), None
+        load = os.getloadavg()[0]
         seen = asyncio.create_task(self._wait_until_missed(losses))
-        num_lost = await fault(self)
+        try:
+            num_lost = await fault(self)
+        except LeftOutError:
+            seen.cancel()
+            raise
         begun_s = self._struck_s or begun_s  # a fault that waits for its moment starts with its first signal
         self._gaps_s += [
             after_s - before_s
@@ -133,7 +170,10 @@ class Campaign:
             for before_s, after_s in pairwise(each.arrivals_s)
             if after_s < begun_s
         ]
-        detected_s = await seen if num_lost and not self.front_is_away else None
+        detected_s = None
+        if num_lost and not self.front_is_away:
+            await self._wait_for(seen.done, "the loss of a rank")
+            detected_s = seen.result()
         whole_s = await self._wait_until_whole(0 if self.front_is_away else losses + num_lost)
         seen.cancel()
         await self._wait_for(
@@ -155,6 +195,7 @@ class Campaign:
             detected_s=None if detected_s is None else detected_s - begun_s,
             whole_s=whole_s - begun_s,
             pauses_s=[pause for pause in pauses if pause is not None],
+            load=load,
         )
 
     async def _client(self, number: int) -> None:
@@ -162,9 +203,10 @@ class Campaign:
         drawn = random.Random(self.drawn.random())
         while not self._is_over:
             at = drawn.randrange(len(self.bodies))
+            salt = {"cache_salt": uuid.uuid4().hex} if drawn.random() < _SALTED else {}
             answer = LiveAnswer(
                 port=self.service.port,
-                body=self.bodies[at],
+                body={**self.bodies[at], **salt},
                 is_streamed=drawn.random() < 0.7,
                 key=uuid.uuid4().hex,
                 may_ask_again=lambda: self.front_is_away,
@@ -180,6 +222,8 @@ class Campaign:
                 if said != self._expected[at]:
                     self.num_changed += 1
                     self.problems.append(f"request {at} got {said.texts}; before: {self._expected[at].texts}")
+                if answer.first_wait_s is not None:
+                    self._first_s.append(answer.first_wait_s)
             self.num_refused += answer.num_refused
             self.num_cut_off += answer.num_cut_off
 
@@ -189,12 +233,6 @@ class Campaign:
         for outcome in self.outcomes:
             found[outcome.kind] += outcome.pauses_s
         return found
-
-    @property
-    def disk(self) -> FaultyDisk:
-        """The disk of the service's tier."""
-        assert self._disk is not None, "a fault of the disk needs a tier on disk"
-        return self._disk
 
     async def drain(self, rank: int, *, undo: bool = False, timeout_s: float = 0.0) -> None:
         """Drain a rank, or undo that. The service refuses to drain its last rank."""
@@ -220,7 +258,7 @@ class Campaign:
     def engines(self) -> dict[int, int]:
         """Return the pids of the running engines by rank."""
         found: dict[int, int] = {}
-        for pid in tree(self.service.process.pid):
+        for pid in self.service.pids():
             if "engine" in command_of(pid):
                 with contextlib.suppress(OSError):  # it has just ended; just before, its environment is empty
                     words = Path(f"/proc/{pid}/environ").read_text().split("\0")
@@ -239,7 +277,20 @@ class Campaign:
 
     def front(self) -> int:
         """Return the pid of the running front."""
-        return next(pid for pid in tree(self.service.process.pid) if "front" in command_of(pid))
+        return next(pid for pid in self.service.pids() if "front" in command_of(pid))
+
+    def pool_of(self, rank: int) -> list[int]:
+        """Return the ranks of a rank's pool."""
+        return next(ranks for ranks in self.pools.values() if rank in ranks)
+
+    def cut_links(self, rank: int, others: Sequence[int]) -> bool:
+        """Cut the connections between a rank and other processes. Returns whether there were any."""
+        pid = self.engines().get(rank)
+        found = [] if pid is None else connections(pid, others)
+        if pid is not None and found:
+            self._struck_s = self._struck_s or time.perf_counter()
+            cut(pid, found)
+        return bool(found)
 
     def some_ranks(self, count: int) -> list[int]:
         """Draw `count` ranks, or all if there are fewer."""
@@ -253,16 +304,28 @@ class Campaign:
             await asyncio.sleep(_POLL_S)
 
     async def apply_plan(self) -> None:
-        """Request a rebalance and ignore its result."""
-        await self._ask("POST", "/experts/apply")
+        """Request a rebalance of a pool and ignore its result."""
+        await self._ask("POST", f"/experts/apply?pool={self.drawn.choice(list(self.pools))}")
 
-    async def wait_for_own_move(self) -> None:
-        """Wait until the service moves experts on its own."""
-        deadline_s = time.perf_counter() + RECOVERY_TIMEOUT_S
-        while not json.loads(await self._ask("GET", "/experts/history"))["under_way"]:
-            if time.perf_counter() > deadline_s:
-                raise BenchServiceError(f"the service moved no expert for {RECOVERY_TIMEOUT_S:g} s")
+    async def wait_for_own_move(self) -> list[int]:
+        """Wait until a pool moves experts on its own, and return its ranks.
+
+        Raises:
+            LeftOutError: No pool did within a time limit.
+        """
+        until_s = time.perf_counter() + OWN_MOVE_S
+        while time.perf_counter() < until_s:
+            for pool, ranks in self.pools.items():
+                if json.loads(await self._ask("GET", f"/experts/history?pool={pool}")).get("under_way"):
+                    return ranks
             await asyncio.sleep(_POLL_S / 10)
+        raise LeftOutError(f"no pool moved experts on its own for {OWN_MOVE_S:g} s")
+
+    async def wait_for_epoch_after(self, epoch: int) -> None:
+        """Wait until a pool has regrouped, or for a time limit."""
+        until_s = time.perf_counter() + REGROUP_S
+        while (await self.status())["epoch"] <= epoch and time.perf_counter() < until_s:
+            await asyncio.sleep(_POLL_S)
 
     async def wait_for_new_engine(self, rank: int, old_pid: int) -> None:
         """Wait until a rank's engine has been restarted."""
@@ -287,7 +350,10 @@ class Campaign:
             if self._killed & set(self.engines().values()):  # the front may not have noticed yet
                 return False
             status = await self.status()
-            is_serving = status["phase"] == "serving" and not status["missing"]
+            # The service's phase is that of the pool that is closest to serving.
+            is_serving = not status["missing"] and all(
+                each["phase"] == "serving" for each in status["pools"]
+            )
             return is_serving and status["losses"] >= losses and len(status["members"]) == self.num_ranks
 
         deadline_s = time.perf_counter() + RECOVERY_TIMEOUT_S
@@ -313,10 +379,18 @@ class Campaign:
             await asyncio.sleep(_POLL_S)
         return await self._footprint()
 
-    async def _figure(self, name: str) -> float:
-        """Return the sum of a metric over its labels. 0 if the service does not have it."""
+    async def _figure(self, name: str, label: str = "") -> float:
+        """Return the sum of a metric over the rows with a label. 0 if the service does not have it."""
         lines = (await self._ask("GET", "/metrics")).decode().splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.partition("{")[0] == name)
+        rows = (line for line in lines if line.partition("{")[0] == name and label in line)
+        return sum(float(row.rsplit(" ", 1)[1]) for row in rows)
+
+    async def _count(self) -> None:
+        """Read the counters. A new front begins at 0."""
+        for name, metric in _COUNTERS.items():
+            of_earlier, last = self._counted[name]
+            now = await self._figure(*metric)
+            self._counted[name] = (of_earlier + last, now) if now < last else (of_earlier, now)
 
     async def _running(self) -> dict[str, float]:
         """Return the figures that are 0 when nothing runs."""
@@ -334,7 +408,7 @@ class Campaign:
             "front_descriptors": len(os.listdir(f"/proc/{front}/fd")),
             "front_mb": round(pss_bytes(front) / 1e6, 1),
             "shared_memory_files": sum(not name.startswith(_SEMAPHORE) for name in os.listdir("/dev/shm")),
-            "processes": len(tree(self.service.process.pid)),
+            "processes": len(self.service.pids()),
         }
 
     async def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
@@ -349,41 +423,3 @@ class Campaign:
             return (await reader.read()).partition(b"\r\n\r\n")[2]
         finally:
             writer.close()
-
-
-def _summarise(outcomes: Sequence[FaultOutcome]) -> dict[str, dict[str, Any]]:
-    """Return p50 and p99 of each time by kind."""
-    by_kind = defaultdict(list)
-    for outcome in outcomes:
-        by_kind[outcome.kind].append(outcome)
-    return {
-        kind: {
-            "faults": len(group),
-            "detected_s": _spread([each.detected_s for each in group if each.detected_s is not None]),
-            "pauses_s": _spread([pause for each in group for pause in each.pauses_s]),
-            "whole_s": _spread([each.whole_s for each in group]),
-        }
-        for kind, group in by_kind.items()
-    }
-
-
-def _spread(times_s: Sequence[float]) -> dict[str, float]:
-    if not times_s:
-        return {}
-    p50, p99 = (round(percentile(times_s, percent), 3) for percent in (50, 99))
-    return {"p50": p50, "p99": p99, "max": round(max(times_s), 3)}
-
-
-def _left_behind(before: dict[str, float], after: dict[str, float]) -> dict[str, list[float]]:
-    """Return the figures that did not return to their initial values; memory may grow by a quarter over time."""
-    room = {name: before[name] * 0.25 for name in ("front_mb", "engines_mb")}
-    room |= {"front_descriptors": 4, "engine_descriptors": 8}  # connections that close a moment later
-    return {
-        name: [before[name], after[name]] for name in before if after[name] > before[name] + room.get(name, 0)
-    }
-
-
-def _line(outcome: FaultOutcome) -> str:
-    seen = "no rank missed" if outcome.detected_s is None else f"seen after {outcome.detected_s:.2f} s"
-    pause = f"longest pause {max(outcome.pauses_s):.2f} s" if outcome.pauses_s else "no stream was open"
-    return f"{outcome.kind}: {seen}, {pause}, whole after {outcome.whole_s:.1f} s"

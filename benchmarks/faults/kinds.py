@@ -3,16 +3,19 @@
 import asyncio
 import os
 import signal
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from benchmarks.faults.campaign import Campaign, Fault
+from benchmarks.faults.campaign import Campaign, Fault, LeftOutError
 
 PAUSE_S = 0.7  # between stopping and continuing an engine: too short for the service to abandon it
 DRAIN_S = 5.0  # limit of the wait for an empty rank
-DISK_S = 2.0  # of a slow or full disk
+ORDER_S = 2.0  # of a slow or full disk, of slow links, and of changed bytes
+CHANCE_S = 20.0  # limit of the wait for a transfer to disturb
 NUM_FLUSHES = 3
-OWN_MOVE = "kill amid an own move"
+OWN_MOVE, SUPERVISOR = "kill amid an own move", "kill a supervisor"
+_POLL_S = 0.05
 
 
 async def _kill(campaign: Campaign, count: int) -> int:
@@ -31,8 +34,9 @@ async def _kill_amid_move(campaign: Campaign) -> int:
 
 async def _kill_amid_own_move(campaign: Campaign) -> int:
     """Kill an engine while experts move by the service's own decision (`--enable-eplb`)."""
-    await campaign.wait_for_own_move()
-    return await _kill(campaign, 1)
+    ranks = await campaign.wait_for_own_move()
+    campaign.send(signal.SIGKILL, campaign.drawn.choice(ranks))
+    return 1
 
 
 async def _kill_while_starting(campaign: Campaign) -> int:
@@ -136,30 +140,97 @@ async def _flush(campaign: Campaign) -> int:
     return 0
 
 
+async def _order(campaign: Campaign, **orders: object) -> int:
+    """Give orders to the processes of the service for some time."""
+    with campaign.orders.given(**orders):
+        await asyncio.sleep(ORDER_S)
+    return 0
+
+
 async def _slow_disk(campaign: Campaign) -> int:
     """Make the disk slow, perhaps so slow that loads exceed their time limit."""
-    campaign.disk.slow_down(campaign.drawn.choice((0.05, 1.0, 4.0)))
-    await asyncio.sleep(DISK_S)
-    campaign.disk.repair()
-    return 0
+    return await _order(campaign, disk=campaign.drawn.choice((0.05, 1.0, 4.0)))
 
 
 async def _full_disk(campaign: Campaign) -> int:
     """Fill the disk. Ranks serve without their tier on disk until they are restarted."""
-    campaign.disk.fill()
-    await asyncio.sleep(DISK_S)
-    campaign.disk.repair()
+    return await _order(campaign, disk="full")
+
+
+async def _slow_transfers(campaign: Campaign) -> int:
+    """Slow the copies to and from host memory and between nodes, perhaps so much that the other end counts as lost."""
+    return await _order(campaign, transfers=campaign.drawn.choice((0.02, 0.3, 1.5)))
+
+
+async def _flip_bytes(campaign: Campaign) -> int:
+    """Change a bit of each record on its way to a rank."""
+    before = campaign.orders.flips.num
+    with campaign.orders.given(flips=True):
+        await _until(lambda: campaign.orders.flips.num > before, "no record was on its way")
+        await asyncio.sleep(ORDER_S)
     return 0
+
+
+async def _slow_front_link(campaign: Campaign) -> int:
+    """Delay each message between a rank and the front."""
+    return await _order(campaign, link=[campaign.some_ranks(1)[0], campaign.drawn.choice((0.02, 0.2, 0.5))])
+
+
+async def _cut_front_link(campaign: Campaign) -> int:
+    """Cut the connection between a rank and the front. The rank attaches again."""
+    if not campaign.cut_links(campaign.some_ranks(1)[0], [campaign.front()]):
+        raise LeftOutError("the rank has no TCP connection to the front")
+    return 1
+
+
+async def _cut_links_of_a_pool(campaign: Campaign) -> int:
+    """Cut all connections between a rank and the others of its pool. If steps use them, the pool regroups with all of them."""
+    [rank] = campaign.some_ranks(1)
+    engines, epoch = campaign.engines(), (await campaign.status())["epoch"]
+    others = [engines[each] for each in campaign.pool_of(rank) if each != rank]
+    if not campaign.cut_links(rank, others):
+        raise LeftOutError("the ranks of a pool have no TCP connections to each other")
+    await campaign.wait_for_epoch_after(epoch)
+    return 0
+
+
+async def _cut_transfers(campaign: Campaign) -> int:
+    """Cut the connections over which pools fetch prefixes from each other."""
+
+    def has_cut() -> bool:
+        engines = campaign.engines()
+        cut = [
+            campaign.cut_links(rank, [pid for other, pid in engines.items() if other not in pool])
+            for pool in campaign.pools.values()
+            for rank in pool
+        ]
+        return any(cut)
+
+    await _until(has_cut, "no prefix was fetched")
+    return 0
+
+
+async def _until(holds: Callable[[], bool], otherwise: str) -> None:
+    """Wait until a condition holds.
+
+    Raises:
+        LeftOutError: It did not within a time limit.
+    """
+    until_s = time.perf_counter() + CHANCE_S
+    while not holds():
+        if time.perf_counter() > until_s:
+            raise LeftOutError(f"{otherwise} within {CHANCE_S:g} s")
+        await asyncio.sleep(_POLL_S)
 
 
 async def _damage_records(campaign: Campaign) -> int:
     """Damage records, and kill a rank, so that others look for the prefixes of its requests."""
-    campaign.disk.damage(campaign.drawn)
+    campaign.orders.damage(campaign.drawn)
     return await _kill(campaign, 1)
 
 
 # While one of these lasts, no rank serves, or clients cannot be reached.
-OUTAGES = ("kill all", "kill the front", "kill a supervisor", "sleep and wake")
+OUTAGES = ("kill all", "kill the front", SUPERVISOR, "sleep and wake")
 FAULTS: Mapping[str, Fault] = {
     "kill one": lambda campaign: _kill(campaign, 1),
     "kill two": lambda campaign: _kill(campaign, 2),
@@ -171,16 +242,22 @@ FAULTS: Mapping[str, Fault] = {
     "hang": _hang,
     "pause": _pause,
     "kill the front": _kill_front,
-    "kill a supervisor": _kill_supervisor,
+    SUPERVISOR: _kill_supervisor,
     "clients leave": _clients_leave,
     "drain two ranks": _drain,
     "kill during a drain": _kill_during_drain,
     "clients leave during a drain": _leave_during_drain,
     "sleep and wake": _sleep,
+    "cut a link to the front": _cut_front_link,
+    "slow link to the front": _slow_front_link,
+    "cut links of a pool": _cut_links_of_a_pool,
 }
 OF_TIERS: Mapping[str, Fault] = {
     "flush": _flush,
     "slow disk": _slow_disk,
     "full disk": _full_disk,
     "damaged records": _damage_records,
+    "slow transfers": _slow_transfers,
+    "bytes flipped in transit": _flip_bytes,
 }
+OF_NODES: Mapping[str, Fault] = {"cut transfers": _cut_transfers}

@@ -39,6 +39,7 @@ class LiveAnswer:
     key: str | None = None  # Idempotency-Key of the request and its retries
     session: str | None = None
     may_ask_again: Callable[[], bool] = lambda: False  # whether a request that was cut off may be retried
+    asked_s: float = 0.0  # time.perf_counter() of the last try
     arrivals_s: list[float] = field(default_factory=list)  # time.perf_counter()
     num_refused: int = 0  # 503 responses before it was accepted
     num_cut_off: int = 0  # retries after it was cut off
@@ -62,8 +63,15 @@ class LiveAnswer:
                 self._said = Said({}, {}, {}, 0)
             await asyncio.sleep(RETRY_S)
 
+    @property
+    def first_wait_s(self) -> float | None:
+        """Seconds from the last try to the first piece of a stream. None if it brought none, or for a whole answer."""
+        first = next((each for each in self.arrivals_s if each > self.asked_s), None)
+        return first - self.asked_s if self.is_streamed and first is not None else None
+
     async def _read_once(self) -> bool:
         """Send the request and read the answer to its end; return False after a 503."""
+        self.asked_s = time.perf_counter()
         try:
             reader, writer = await asyncio.open_connection(HOST, self.port, limit=2**22)
         except OSError as error:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from benchmarks.serving.closed_loop import RequestTiming, closed_loop
+from benchmarks.serving.processes import tree
 from dispatch.ports import free_port
 from server.http.client import ServiceClient, ServiceError
 from server.machine.parent_death import die_with_parent
@@ -84,6 +85,10 @@ class Server:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def pids(self) -> list[int]:
+        """Return its living processes."""
+        return tree(self.process.pid)
 
     def close(self) -> None:
         """Stop it with SIGINT, as a user does, and kill it if it does not end."""

@@ -1,18 +1,21 @@
-"""The campaign of faults: its disk is as slow, full or damaged as ordered, and a small campaign over moves and tiers ends well."""
+"""The campaign of faults: processes follow its orders, it cuts connections, and small campaigns over moves, tiers and pools end well."""
 
 import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.faults.__main__ import main
-from benchmarks.faults.disk import FaultyDisk
-from benchmarks.faults.kinds import FAULTS, OF_TIERS, OUTAGES
+from benchmarks.faults.kinds import FAULTS, OF_NODES, OF_TIERS, OUTAGES
+from benchmarks.faults.links import connections, cut
+from benchmarks.faults.orders import Orders
 from tests.support.service.real_service import REPOSITORY, write_tiny_model
 
 USE_STORE = """
@@ -32,44 +35,106 @@ print(outcome, time.perf_counter() - begun_s)
 """
 
 
-def use(disk: FaultyDisk) -> tuple[str, float]:
-    """Write and read a record in a process that starts like the service's. Return the outcome and the seconds."""
-    disk.folder.mkdir(exist_ok=True)
-    environment = {**os.environ, **disk.environment}
+FETCH_RECORD = """
+import socket, threading, time
+from kvcache.tiers.frames import HEADER_BYTES, Channel, RecordHeader
+
+near, far = socket.socketpair()
+record = bytearray(100)
+sending = threading.Thread(
+    target=Channel(near, b"").send_record, args=(RecordHeader(0, 0), memoryview(bytearray(HEADER_BYTES + 100)))
+)
+begun_s = time.perf_counter()
+sending.start()
+channel = Channel(far, b"")
+channel.receive_header(begun_s + 60)
+channel.receive_record(memoryview(record), begun_s + 60)
+print("changed" if any(record) else "equal", time.perf_counter() - begun_s)
+"""
+
+
+def run(orders: Orders, script: str) -> tuple[str, float]:
+    """Run a script in a process that starts like the service's. Return the outcome and the seconds that it prints."""
+    orders.disk.mkdir(exist_ok=True)
     ended = subprocess.run(
-        [sys.executable, "-c", USE_STORE, str(disk.folder / "blocks.kv")],
-        cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=60, check=True,
+        [sys.executable, "-c", script, str(orders.disk / "blocks.kv")],
+        cwd=REPOSITORY, env={**os.environ, **orders.environment}, capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
     outcome, _, seconds = ended.stdout.rpartition(" ")
     return outcome, float(seconds)
 
 
+def use(orders: Orders) -> tuple[str, float]:
+    """Write and read a record."""
+    found = run(orders, USE_STORE)
+    (orders.disk / "blocks.kv").unlink()
+    return found
+
+
 def test_the_disk_does_what_the_campaign_orders(tmp_path: Path) -> None:
-    disk = FaultyDisk(tmp_path)
-    assert use(disk)[0] == "WHOLE"
-    (disk.folder / "blocks.kv").unlink()
-    disk.slow_down(0.2)
-    outcome, seconds = use(disk)
-    assert outcome == "WHOLE" and seconds >= 0.4
-    (disk.folder / "blocks.kv").unlink()
-    disk.fill()
-    assert use(disk)[0] == "No space left on device"
-    disk.repair()
-    assert use(disk)[0] == "WHOLE"
+    orders = Orders(tmp_path)
+    assert use(orders)[0] == "WHOLE"
+    with orders.given(disk=0.2):
+        outcome, seconds = use(orders)
+        assert outcome == "WHOLE" and seconds >= 0.4
+    with orders.given(disk="full"):
+        assert use(orders)[0] == "No space left on device"
+    assert use(orders)[0] == "WHOLE"
+
+
+def test_a_changed_record_is_noticed_and_counted(tmp_path: Path) -> None:
+    orders = Orders(tmp_path)
+    with orders.given(flips=True):
+        assert use(orders)[0] == "DAMAGED"
+        assert orders.flips == (1, 0)
+        assert run(orders, FETCH_RECORD)[0] == "changed"
+        assert orders.flips == (2, 0)
+    with orders.given(transfers=0.3):
+        outcome, seconds = run(orders, FETCH_RECORD)
+        assert outcome == "equal" and seconds >= 0.3
+    assert orders.flips == (2, 0)
 
 
 def test_damage_changes_records_and_leaves_the_header(tmp_path: Path) -> None:
-    disk = FaultyDisk(tmp_path)
-    use(disk)
-    path = disk.folder / "blocks.kv"
+    orders = Orders(tmp_path)
+    run(orders, USE_STORE)
+    path = orders.disk / "blocks.kv"
     before = path.read_bytes()
-    disk.damage(random.Random(1))
+    orders.damage(random.Random(1))
     after = path.read_bytes()
     assert after != before and after[: len(after) // 2] == before[: len(after) // 2]
 
 
+def test_connections_between_processes_are_found_and_cut() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near = socket.create_connection(listener.getsockname(), timeout=60)
+        far, _ = listener.accept()
+        with near, far:
+            found = connections(os.getpid(), [os.getpid()])
+            assert {near.fileno(), far.fileno()} <= {*found}
+            assert not connections(os.getpid(), [os.getppid()])
+            cut(os.getpid(), [near.fileno()])
+            assert (near.recv(1), far.recv(1)) == (b"", b"")
+            assert near.fileno() not in connections(os.getpid(), [os.getpid()])
+
+
 def test_every_kind_has_one_name() -> None:
-    assert not FAULTS.keys() & OF_TIERS.keys() and {*OUTAGES} <= FAULTS.keys()
+    assert len({*FAULTS, *OF_TIERS, *OF_NODES}) == len(FAULTS) + len(OF_TIERS) + len(OF_NODES)
+    assert {*OUTAGES} <= FAULTS.keys()
+
+
+def campaign(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str
+) -> dict[str, Any]:
+    """Run a campaign that must lose, change and leave behind nothing. Return its result."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process keeps its own
+    main(words)
+    *_, told = capsys.readouterr().out.splitlines()
+    result: dict[str, Any] = json.loads(told)
+    # On a busy machine, streams may pause for longer than a campaign allows.
+    assert (result["lost"], result["changed"], result["left_behind"]) == (0, 0, {}), told
+    assert result["unseen_flips"] == 0 and result["moves"] > 0
+    return result
 
 
 @pytest.mark.slow
@@ -84,12 +149,27 @@ def test_a_campaign_over_tiers_and_moves_loses_and_changes_nothing(
         "sleep and wake",
         *OF_TIERS,
     )
-    words = [str(model), "--ranks=2", "--tiers", "--open=6", "--tokens=80", f"--kinds={','.join(kinds)}"]
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process keeps its own
-    main(words)
-    *_, told = capsys.readouterr().out.splitlines()
-    result = json.loads(told)
+    words = (str(model), "--ranks=2", "--tiers", "--open=6", "--tokens=80", f"--kinds={','.join(kinds)}")
+    result = campaign(capsys, monkeypatch, *words)
     assert result["faults"] == len(kinds) and result["answers"] > len(kinds)
-    # On a busy machine, streams may pause for longer than a campaign allows.
-    assert (result["lost"], result["changed"], result["left_behind"]) == (0, 0, {}), told
-    assert result["moves"] > 0
+    assert result["left_out"] == {} and result["flips"] > 0
+
+
+@pytest.mark.slow
+def test_a_campaign_over_links_of_pools_on_two_nodes_loses_and_changes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = write_tiny_model(tmp_path / "tiny")
+    kinds = (
+        "cut transfers",
+        "bytes flipped in transit",
+        "cut a link to the front",
+        "slow link to the front",
+        "cut links of a pool",
+        "slow transfers",
+        "kill one",
+    )
+    words = ("--pools=prefill:2,decode:2", "--nodes=2", "--tiers", "--open=6", "--tokens=80")
+    result = campaign(capsys, monkeypatch, str(model), *words, f"--kinds={','.join(kinds)}")
+    assert result["left_out"] == {} and result["faults"] == len(kinds)
+    assert result["hand_overs"] > 0 and result["flips"] > 0

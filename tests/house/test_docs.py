@@ -33,7 +33,7 @@ OTHERS = {
         "--input-file --isl --osl --request-count --streaming --ui --use-server-token-count"
     ),
     "guidellm": "--backend --constraint --data --data-loader --disable-console-interactive --output --profile",
-    "benchmarks.faults": "--random --tiers --tokens",
+    "benchmarks.faults": "--nodes --open --random --tiers --tokens",
     "benchmarks.front": "--against --step-s --streams",
     "benchmarks.pools": "--every --prompt-tokens --ranks --seconds --streams",
     "benchmarks.weights.quantisation": "--forms",

@@ -1,6 +1,8 @@
 """Exported units: a record has every part of every kind of layer, and its checksum, equal on all devices, changes with any byte."""
 
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -67,6 +69,28 @@ def test_a_record_has_all_bytes_of_its_index_and_gives_them_back(
         for part, copy in zip(parts, copies, strict=True):
             copy[2:3] = copy[1:2]
             assert torch.equal(part.view(torch.uint8), copy.view(torch.uint8))
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Find all tensors that are not empty in nested lists, tuples and dictionaries."""
+    if isinstance(value, Tensor):
+        yield from [value] if value.numel() else []
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from tensors_in(each)
+    elif isinstance(value, dict):
+        yield from tensors_in(list(value.values()))
+
+
+@pytest.mark.parametrize("kind", ["paged", "device"])
+@pytest.mark.parametrize("codes", ALL)
+def test_no_tensor_of_a_cache_is_left_out_of_its_units(kind: str, codes: torch.dtype | None) -> None:
+    """A new kind of state in a cache must be exported, too."""
+    cache = filled_cache(kind, codes)
+    parts = [*block_parts(cache), *state_parts(cache)]
+    held = {each.data_ptr() for each in tensors_in(vars(cache))}
+    assert held == {part.data_ptr() for part in parts if part.numel()}
+    assert len(held) > 2 * len(SHAPES)
 
 
 @pytest.mark.parametrize("kind", ["paged", "device"])

@@ -3,20 +3,24 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.models.foreseeing import foresee
 from kvcache.tiers.frames import Channel
 from kvcache.tiers.peers import PeerNetwork
 from kvcache.unit import sum_of_bytes
 from scheduler.assembly import Assembled
 from scheduler.policy.request import Request
 from scheduler.policy.speculative import parse_speculative_config
+from tests.scheduler.drafts.test_served_drafts import MTP, SHARE, always_draft
 from tests.scheduler.test_invariance import FAMILIES, Answers, collect, requests
 from tests.support.engines.serving import build, serve
 from tests.support.models.families import write_checkpoint
+from tests.support.models.mtp import write_mtp_checkpoint
 
 HOST = 64 << 20
 NETWORK = PeerNetwork("127.0.0.1", b"a secret of this service")
@@ -111,6 +115,50 @@ def test_a_request_goes_on_with_the_blocks_of_the_node_that_had_begun_it(
     assert answers == {name: alone[name][count:] for name, count in num_given.items()}
     figures = client.scheduler.stats.tiers
     assert figures is not None and figures.peer_fetch_bytes > 0 and figures.num_faults == 0
+    check_free(client)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("qwen3_moe", {"kv_cache_dtype": "fp8"}),
+        ("deepseek_v32", {"kv_cache_dtype": "int8"}),
+        ("qwen3_next", {"kv_cache_dtype": "int8", "speculative_config": DRAFTS}),
+    ],
+)
+def test_blocks_in_8_bits_are_fetched_with_their_scales(
+    name: str, settings: dict[str, Any], tmp_path: Path, engine: Callable[..., Assembled]
+) -> None:
+    write_checkpoint(name, tmp_path)
+    coded = {"kv_cache_dtype": settings["kv_cache_dtype"]}
+    alone = build(tmp_path, max_model_len=160, enable_prefix_caching=False, **coded)
+    expected = collect(serve(alone, *([one] for one in requests())).outputs)
+    source, client = engine(tmp_path, **coded), engine(tmp_path, **settings)
+    compute(source, requests())
+    assert collect(serve(client, at(address_of(source), requests())).outputs) == expected
+    figures = client.scheduler.stats.tiers
+    assert figures is not None and figures.peer_hit_tokens > 0 and figures.num_faults == 0
+    check_free(client)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+def test_layers_that_draft_get_their_rows_from_another_node_too(
+    name: str, tmp_path: Path, engine: Callable[..., Assembled]
+) -> None:
+    """Both nodes draft with the model's own layers (MTP). The client's drafts depend on fetched rows."""
+    write_mtp_checkpoint(name, tmp_path, num_layers=1, change=partial(foresee, share=SHARE))
+    alone = build(tmp_path, max_model_len=160, enable_prefix_caching=False)
+    expected = collect(serve(alone, *([one] for one in requests())).outputs)
+    mtp = {"speculative_config": parse_speculative_config(MTP)}
+    source, client = engine(tmp_path, **mtp), engine(tmp_path, **mtp)
+    num_drafts = [0, 0]
+    always_draft(None, num_drafts, client)
+    compute(source, requests())
+    assert collect(serve(client, at(address_of(source), requests())).outputs) == expected
+    figures = client.scheduler.stats.tiers
+    assert figures is not None and figures.peer_hit_tokens > 0 and figures.num_faults == 0
+    assert num_drafts[0] > 0, "no draft was right"
     check_free(client)
 
 

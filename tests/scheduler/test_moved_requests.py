@@ -266,6 +266,22 @@ def test_requests_that_move_find_their_blocks_in_a_tier_under_constant_eviction(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next"])
+def test_drafted_requests_that_move_find_their_blocks_in_a_tier_under_constant_eviction(
+    pool_of: PoolOf, tmp_path: Path, family: str, kv_cache_dtype: str
+) -> None:
+    write_checkpoint(family, tmp_path / "model")
+    coded = {"kv_cache_dtype": kv_cache_dtype}
+    wanted, _ = both(pool_of, tmp_path / "model", 0, coded)
+    known = {name: answer.token_ids for name, answer in wanted.items()}
+    disk = {"kv_offloading_dir": str(tmp_path / "kv"), "kv_offloading_disk_bytes": 64 << 20, "leaving": 9}
+    settings = {"speculative_config": SUFFIX, **disk, **coded}
+    found, num_moves = both(pool_of, tmp_path / "model", 3, settings, False, known)
+    assert found == wanted and num_moves >= 10
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
 def test_requests_with_a_cache_in_8_bits_move_at_every_step(
     pool_of: PoolOf, directory: Path, kv_cache_dtype: str
