@@ -1,6 +1,6 @@
 """How much does HTTP cost: per token and per request, in time to the first token, and in tokens per second?
 
-Four parts, each with its own question.
+Five parts, each with its own question.
 cost: CPU seconds of the front process per token and per request, by the number of streams. Ranks without a model yield
   one token per stream and step. A run of one-token answers gives the cost of a request, a run of long ones the rest. CPU
   time is used instead of wall time so that the result is valid on a busy machine; what the idle front uses is subtracted.
@@ -14,9 +14,13 @@ loss: tokens/s of one engine in its own process, and of the same engine behind H
   engine for a core; with fewer threads it has its own.
 bench: CPU seconds of `wideep bench` per token at 1,000 tokens/s, one chunk per token: long answers minus short ones, which
   excludes its start. Goal: below 5 % of a core.
+fronts: CPU seconds per token of several fronts together (`--api-server-count`), by their number, with the same streams. Each
+  front gets a message of each rank in a step with tokens for it, so several fronts share the cost of tokens, but not that of
+  messages. On as many cores, N fronts yield N x cost of one / cost of N times the tokens of one, which is printed. Their number
+  may exceed the cores of this machine, because CPU time is counted. Goal: 3.5 times with four.
 
-Run: `python -m benchmarks.front [--parts cost,ttft,loss,bench] [--streams 1,32,256] [--endpoint chat|completions]
-[--against DIRECTORY] [--profile] [--model demo|random] [--threads 1,2] [--rounds 3] [--quick] [--save]`.
+Run: `python -m benchmarks.front [--parts cost,ttft,loss,bench,fronts] [--streams 1,32,256] [--endpoint chat|completions]
+[--fronts 1,2,4] [--against DIRECTORY] [--profile] [--model demo|random] [--threads 1,2] [--rounds 3] [--quick] [--save]`.
 """
 
 import argparse
@@ -50,7 +54,7 @@ from server.machine.roots import WIDEEP_COMMAND
 from server.tools.bench.figures import percentile
 from server.tools.bench.stream import STREAMED, StreamClient
 
-PARTS = ("cost", "ttft", "loss", "bench")
+PARTS = ("cost", "ttft", "loss", "bench", "fronts")
 _ROOT = Path(__file__).parents[1]
 NUM_RANKS = 2
 COST_TOKENS_PER_S, LEAST_STEP_S = 2000, 0.005  # of all streams together, and between a stream's tokens
@@ -76,6 +80,7 @@ class FrontOptions:
     against: str | None
     profile: bool
     threads: tuple[int, ...]  # of the engine, one measurement of the loss each
+    fronts: tuple[int, ...]  # one measurement of several fronts each
     rounds: int
     save: bool
 
@@ -87,7 +92,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print_card(card)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM unwinds like Ctrl-C
     directory = ensure_demo_model() if options.model == "demo" else ensure_random_model()
-    measure = {"cost": measure_cost, "ttft": measure_ttft, "loss": measure_loss, "bench": measure_bench}
+    measure = {
+        "cost": measure_cost,
+        "ttft": measure_ttft,
+        "loss": measure_loss,
+        "bench": measure_bench,
+        "fronts": measure_fronts,
+    }
     other = {"against": options.against and Path(options.against).name}
     result: dict[str, Any] = {"benchmark": "front", "environment": card, "options": asdict(options) | other}
     try:
@@ -191,6 +202,43 @@ def _cost_at(
             flush=True,
         )
     return {"tokens": load.tokens, "step_s": load.step_s, **found}
+
+
+def measure_fronts(directory: Path, options: FrontOptions) -> dict[str, Any]:
+    """Measure the CPU time per token of all fronts together, by their number."""
+    streams = max(options.streams)
+    load = _Load.of(directory, options, streams)
+    rows: dict[int, list[dict[str, float]]] = {number: [] for number in options.fronts}
+    shares: dict[int, list[float]] = {}
+    with ExitStack() as stack:
+        fronts = {
+            number: stack.enter_context(_front(directory, load.step_s, num_fronts=number))
+            for number in options.fronts
+        }
+        idle = {number: _idle_share(front) for number, front in fronts.items()}
+        for front in fronts.values():  # warm
+            load.run(front, 8)
+        for turn in range(options.rounds):
+            for number in sorted(fronts, reverse=bool(turn % 2)):
+                before = fronts[number].cpu_of_each_s
+                rows[number].append(_cost_of(fronts[number], load, idle[number]))
+                used = [
+                    after - each for after, each in zip(fronts[number].cpu_of_each_s, before, strict=True)
+                ]
+                shares[number] = [round(each / sum(used), 3) for each in used]
+    found: dict[str, Any] = {"streams": streams, "tokens": load.tokens, "step_s": load.step_s}
+    alone_us = _medians(rows[min(rows)])["token_us"]
+    for number, each in rows.items():
+        middle = _medians(each)
+        times = round(number / min(rows) * alone_us / middle["token_us"], 2)
+        found[str(number)] = {"median": middle, "times": times, "shares": shares[number], "rows": each}
+        print(
+            f"   {number} fronts at {streams} streams: {middle['token_us']:.1f} us per token in all, measured at "
+            f"{middle['tokens_per_s']:.0f} tokens/s; on {number} cores {times:.2f} times the tokens of {min(rows)}; "
+            f"shares {', '.join(f'{share:.0%}' for share in shares[number])}",
+            flush=True,
+        )
+    return found
 
 
 def _cost_of(front: FrontAlone, load: _Load, idle: float) -> dict[str, float]:
@@ -354,12 +402,23 @@ def _prompts(directory: Path) -> ExactPrompts:
 
 @contextmanager
 def _front(
-    directory: Path, step_s: float, *, root: Path = _ROOT, profile: Path | None = None
+    directory: Path,
+    step_s: float,
+    *,
+    root: Path = _ROOT,
+    profile: Path | None = None,
+    num_fronts: int = 1,
 ) -> Iterator[FrontAlone]:
     with (
         tempfile.NamedTemporaryFile(prefix="wideep_bench_", suffix=".log") as log,
         FrontAlone(
-            directory, num_ranks=NUM_RANKS, step_s=step_s, log=log, root=root, profile=profile
+            directory,
+            num_ranks=NUM_RANKS,
+            step_s=step_s,
+            log=log,
+            root=root,
+            profile=profile,
+            num_fronts=num_fronts,
         ) as front,
     ):
         yield front
@@ -370,7 +429,7 @@ def _parse(arguments: Sequence[str] | None) -> FrontOptions:
         prog="python -m benchmarks.front", description="The cost of the front.", allow_abbrev=False
     )
     add = parser.add_argument
-    add("--parts", default=",".join(PARTS), help="some of cost, ttft, loss and bench (default: all)")
+    add("--parts", default=",".join(PARTS), help="some of cost, ttft, loss, bench and fronts (default: all)")
     add("--model", choices=("demo", "random"), default="demo", help="(default: %(default)s)")
     add(
         "--streams",
@@ -399,6 +458,12 @@ def _parse(arguments: Sequence[str] | None) -> FrontOptions:
         metavar="NUMBERS",
         help="engine threads for measuring the loss (default: %(default)s)",
     )
+    add(
+        "--fronts",
+        default="1,2,4",
+        metavar="NUMBERS",
+        help="numbers of fronts for measuring several (default: %(default)s)",
+    )
     add("--rounds", type=int, metavar="N", help="(default: 3)")
     add("--quick", action="store_true", help="smoke test: one round, 8 tokens, 1 thread")
     add("--save", action="store_true", help="write benchmarks/results/front-<date>-<cpu>.json")
@@ -406,13 +471,13 @@ def _parse(arguments: Sequence[str] | None) -> FrontOptions:
     parts = tuple(args.parts.split(","))
     if not set(parts) <= set(PARTS):
         parser.error(f"--parts is {args.parts!r}; give names of {', '.join(PARTS)}, separated by commas")
-    lists = {"threads": args.threads.split(","), "streams": args.streams.split(",")}
+    lists = {name: getattr(args, name).split(",") for name in ("threads", "streams", "fronts")}
     for name, numbers in lists.items():
         if not all(number.isdecimal() and int(number) for number in numbers):
             parser.error(
                 f"--{name} is {','.join(numbers)!r}; give whole numbers above 0, separated by commas"
             )
-    threads, streams = (tuple(map(int, each[:1] if args.quick else each)) for each in lists.values())
+    threads, streams, fronts = (tuple(map(int, each[:1] if args.quick else each)) for each in lists.values())
     return FrontOptions(
         parts=parts,
         model=args.model,
@@ -423,6 +488,7 @@ def _parse(arguments: Sequence[str] | None) -> FrontOptions:
         against=args.against,
         profile=args.profile,
         threads=threads,
+        fronts=fronts,
         rounds=args.rounds or (1 if args.quick else 3),
         save=args.save,
     )

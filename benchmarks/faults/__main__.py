@@ -89,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ranks", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--pools", help="pools of ranks, as for `wideep serve`, instead of --ranks")
     parser.add_argument("--nodes", type=int, choices=(1, 2), default=1, help="default: %(default)s")
+    parser.add_argument("--fronts", type=int, default=1, help="front processes (default: %(default)s)")
     parser.add_argument("--tiers", action="store_true", help="a small KV cache with tiers below it")
     parser.add_argument("--open", type=int, default=10, help="open requests at a time (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=200, help="tokens per answer (default: %(default)s)")
@@ -136,6 +137,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             *([f"--pools={args.pools}", _HAND_OVER] if args.pools else []),
             f"--max-rank-restarts={3 * num_faults + 3}",
             "--disable-access-log",
+            f"--api-server-count={args.fronts}",
             *(_EAGER if OWN_MOVE in names else ()),
         ]
         with _service(args, model, num_ranks, flags, orders, log) as service:

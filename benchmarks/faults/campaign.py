@@ -276,8 +276,16 @@ class Campaign:
                 os.kill(engines[rank], number)
 
     def front(self) -> int:
-        """Return the pid of the running front."""
-        return next(pid for pid in self.service.pids() if "front" in command_of(pid))
+        """Return the pid of the running front, or of the leading one of several."""
+        return self.fronts()[0]
+
+    def fronts(self) -> list[int]:
+        """Return the pids of the running fronts, the leading one first."""
+        commands = {pid: command_of(pid) for pid in self.service.pids()}
+        return sorted(
+            (pid for pid, words in commands.items() if "front" in words),
+            key=lambda pid: _front_number(commands[pid]),
+        )
 
     def pool_of(self, rank: int) -> list[int]:
         """Return the ranks of a rank's pool."""
@@ -333,6 +341,15 @@ class Campaign:
             lambda: self.engines().get(rank, old_pid) != old_pid, f"rank {rank}'s new engine"
         )
 
+    async def wait_for_fronts(self, count: int, *, without: int) -> None:
+        """Wait until this many fronts run, without the killed one."""
+
+        def are_there() -> bool:
+            fronts = self.fronts()
+            return len(fronts) == count and without not in fronts
+
+        await self._wait_for(are_there, "the replacement of a front")
+
     async def wait_for_end(self, pid: int) -> None:
         """Wait until a process has ended."""
         await self._wait_for(lambda: not Path(f"/proc/{pid}").exists(), f"the end of process {pid}")
@@ -351,9 +368,7 @@ class Campaign:
                 return False
             status = await self.status()
             # The service's phase is that of the pool that is closest to serving.
-            is_serving = not status["missing"] and all(
-                each["phase"] == "serving" for each in status["pools"]
-            )
+            is_serving = not status["missing"] and all(each["phase"] == "serving" for each in status["pools"])
             return is_serving and status["losses"] >= losses and len(status["members"]) == self.num_ranks
 
         deadline_s = time.perf_counter() + RECOVERY_TIMEOUT_S
@@ -423,3 +438,8 @@ class Campaign:
             return (await reader.read()).partition(b"\r\n\r\n")[2]
         finally:
             writer.close()
+
+
+def _front_number(words: Sequence[str]) -> int:
+    """Return a front's number, from its command line."""
+    return int(words[words.index("--front-number") + 1]) if "--front-number" in words else 0

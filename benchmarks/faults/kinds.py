@@ -15,6 +15,7 @@ ORDER_S = 2.0  # of a slow or full disk, of slow links, and of changed bytes
 CHANCE_S = 20.0  # limit of the wait for a transfer to disturb
 NUM_FLUSHES = 3
 OWN_MOVE, SUPERVISOR = "kill amid an own move", "kill a supervisor"
+KILL_A_FRONT = "kill a front"
 _POLL_S = 0.05
 
 
@@ -78,6 +79,16 @@ async def _pause(campaign: Campaign) -> int:
 async def _kill_front(campaign: Campaign) -> int:
     campaign.front_is_away = True
     os.kill(campaign.front(), signal.SIGKILL)
+    return 0
+
+
+async def _kill_a_front(campaign: Campaign) -> int:
+    """Kill any front, and wait for its replacement. Clients of the others notice nothing."""
+    fronts = campaign.fronts()
+    victim = campaign.drawn.choice(fronts)
+    campaign.front_is_away = True
+    os.kill(victim, signal.SIGKILL)
+    await campaign.wait_for_fronts(len(fronts), without=victim)
     return 0
 
 
@@ -242,6 +253,7 @@ FAULTS: Mapping[str, Fault] = {
     "hang": _hang,
     "pause": _pause,
     "kill the front": _kill_front,
+    KILL_A_FRONT: _kill_a_front,
     SUPERVISOR: _kill_supervisor,
     "clients leave": _clients_leave,
     "drain two ranks": _drain,

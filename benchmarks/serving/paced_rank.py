@@ -12,9 +12,9 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 from expert_placement.placement import Placement
 from scheduler.policy.request import (
@@ -100,7 +100,7 @@ class PacedRank:
         self._changed = threading.Condition()
         self._ended = threading.Event()
         self._open: dict[str, OpenRequest] = {}
-        facts = RankFacts(
+        self._facts = facts = RankFacts(
             rank=rank,
             world_size=world_size,
             host="localhost",
@@ -213,7 +213,7 @@ class PacedRank:
                 if output.finish_reason is not None or output.is_returned:
                     del self._open[output.request_id]
             if outputs and not self._ended.is_set():
-                self.link.send(StepOutput(outputs, self._stats(len(outputs))))
+                self._send(outputs, self._stats(len(outputs)))
             self._changed.notify_all()
         if self._ended.is_set():
             return
@@ -221,6 +221,9 @@ class PacedRank:
             self._after_step(self, self.num_steps)
         else:
             self._ended.wait(LOOK_AGAIN_S)
+
+    def _send(self, outputs: list[RequestOutput], stats: RankStats) -> None:
+        self.link.send(StepOutput(outputs, stats))
 
     def _advance(self, each: OpenRequest) -> RequestOutput | None:
         """Return a request's next token, or None if it gets none in this step."""
@@ -253,6 +256,52 @@ class PacedRank:
         )
 
 
+class PacedRankOfFronts(PacedRank):
+    """One rank of a service with several fronts."""
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        address: str,
+        token: str,
+        *,
+        more_addresses: Sequence[str],
+        **how: Any,
+    ) -> None:
+        """Args: address is that of the leading front, more_addresses those of the others."""
+        super().__init__(rank, world_size, address, token, **how)
+        self._owners: dict[str, RankLink] = {}  # of open requests; none for those of the leading front
+        self._others: list[RankLink] = []
+        for at, each in enumerate(more_addresses):
+            self._others.append(RankLink(each, token, self._facts, functools.partial(self._receive_from, at)))
+
+    def open(self) -> Self:
+        for link in self._others:
+            link.open(OPEN_TIMEOUT_S)
+        return super().open()
+
+    def close(self, reason: str = "") -> None:
+        for link in self._others:
+            link.close(reason)
+        super().close(reason)
+
+    def _receive_from(self, at: int, message: ToRank | FrontLost) -> None:
+        if isinstance(message, Submit):
+            self._owners[message.request.request_id] = self._others[at]
+        if not isinstance(message, FrontLost):
+            self.receive(message)
+
+    def _send(self, outputs: list[RequestOutput], stats: RankStats) -> None:
+        by_link: dict[RankLink, list[RequestOutput]] = {}
+        for output in outputs:
+            by_link.setdefault(self._owners.get(output.request_id, self.link), []).append(output)
+            if output.finish_reason is not None or output.is_returned:
+                self._owners.pop(output.request_id, None)
+        for link, own in by_link.items():
+            link.send(StepOutput(own, stats))
+
+
 def logprobs_of(token: int, num_top: int) -> Logprobs:
     """Return logprobs with the chosen token as the likeliest; each following id is half as likely."""
     tops = [token + place for place in range(num_top)]
@@ -273,11 +322,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serving.paced_rank", allow_abbrev=False)
     for name, kind in (("rank", int), ("world_size", int), ("address", str)):
         parser.add_argument(name, type=kind)
+    parser.add_argument("more_addresses", nargs="*", help="of the other fronts")
     parser.add_argument("--step-s", type=float, default=0.0)
     parser.add_argument("--max-model-len", type=int, default=4096)
     args = parser.parse_args(arguments)
-    make = functools.partial(PacedRank, args.rank, args.world_size, args.address, os.environ[TOKEN_VARIABLE])
-    rank = make(max_model_len=args.max_model_len, step_s=args.step_s).open()
+    how: dict[str, Any] = {"max_model_len": args.max_model_len, "step_s": args.step_s}
+    place = args.rank, args.world_size, args.address, os.environ[TOKEN_VARIABLE]
+    if args.more_addresses:
+        rank: PacedRank = PacedRankOfFronts(*place, more_addresses=args.more_addresses, **how).open()
+    else:
+        rank = PacedRank(*place, **how).open()
     rank.wait_ended()
     rank.close()
     return 0

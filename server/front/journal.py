@@ -90,6 +90,11 @@ class Journal:
         self._open[request.request_id] = Entry(request=request, rank=rank, accepted_s=now_s)
         self._num_accepted += 1
 
+    def cut_off(self, num: int) -> None:
+        """Record requests that an earlier process of this front had accepted when it was killed: they end as errors."""
+        self._num_accepted += num
+        self._ended[FinishReason.ERROR] += num
+
     def replay(self, request_id: str, *, now_s: float) -> bool:
         """Record that a request's rank is lost. Returns False if the request had too many incidents to continue."""
         entry = self._open[request_id]

@@ -8,7 +8,7 @@ A prefill rank runs a prompt and hands the request over to a rank that decodes, 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -97,14 +97,43 @@ class PoolLoad(NamedTuple):
     kv_usage: float  # share of the KV blocks in use, 0 to 1
 
 
+class LoadCounts(NamedTuple):
+    """The requests at the ranks: [ranks] int64 each."""
+
+    outstanding: np.ndarray  # tokens that the rank still has to run
+    num_admitted: np.ndarray  # requests so far
+    num_open: np.ndarray  # requests at the rank
+    num_coming: np.ndarray  # requests that other ranks will hand over
+    prompt_tokens: np.ndarray  # of requests without a token
+
+
+class SharedLoads(Protocol):
+    """The counts of several fronts, implemented by `server.front.several.board.Board`."""
+
+    own_loads: LoadCounts  # of this front, changed in place
+    prefixes: PrefixMemory
+
+    def loads(self) -> LoadCounts:
+        """Return the sums over all fronts."""
+
+    def rank_of_session(self, session: str) -> int | None:
+        """Return the rank of a session's last request, or None if it is not known."""
+
+    def bind_session(self, session: str, rank: int) -> None:
+        """Record the rank of a session's last request."""
+
+
 class RankLoads:
     """Counts the ranks' outstanding tokens, and remembers the prefixes that they have seen."""
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, *, shared: SharedLoads | None = None) -> None:
+        """`shared` has the counts of all fronts; None if this is the only one."""
         assert num_ranks >= 1, "a service has at least one rank"
-        self._outstanding = np.zeros(num_ranks, dtype=np.int64)
-        self._num_admitted = np.zeros(num_ranks, dtype=np.int64)
-        self._num_open = np.zeros(num_ranks, dtype=np.int64)
+        own = LoadCounts(*np.zeros((len(LoadCounts._fields), num_ranks), dtype=np.int64))
+        self._shared, self._own = shared, own if shared is None else shared.own_loads
+        self._outstanding, self._num_admitted, self._num_open, self._num_coming, self._prompt_tokens = (
+            self._own
+        )
         self._seats = np.full(num_ranks, _MANY_SEATS)  # until ranks report them
         self._step_tokens = np.full(num_ranks, USUAL_STEP_TOKENS)
         self._is_available = np.ones(num_ranks, dtype=bool)
@@ -112,13 +141,12 @@ class RankLoads:
         self.is_paused = False  # no rank can be picked
         self._runs_prompts = np.ones(num_ranks, dtype=bool)  # by their roles
         self._runs_decodes = np.ones(num_ranks, dtype=bool)
-        self._num_coming = np.zeros(num_ranks, dtype=np.int64)  # requests that other ranks will hand over
         self._has_preempted: set[int] = set()  # ranks with requests that wait since a preemption
         self._loads: dict[str, RequestLoad] = {}  # in order of arrival
         self._block_tokens: dict[int, int] = {}  # by rank, once reported
         self._hosts = [""] * num_ranks
         self._stats: dict[int, RankStats] = {}  # by rank, the last report
-        self._prefixes = PrefixMemory()
+        self._prefixes = PrefixMemory() if shared is None else shared.prefixes
 
     @property
     def num_ranks(self) -> int:
@@ -146,8 +174,12 @@ class RankLoads:
 
     @property
     def outstanding_tokens(self) -> tuple[int, ...]:
-        """Tokens that each rank still has to run, according to the front."""
+        """Tokens that each rank still has to run for this front's requests."""
         return tuple(self._outstanding.tolist())
+
+    def _totals(self) -> LoadCounts:
+        """Return the counts of all fronts. Do not change them."""
+        return self._own if self._shared is None else self._shared.loads()
 
     @property
     def has_ranks(self) -> bool:
@@ -165,6 +197,10 @@ class RankLoads:
         self._stats.pop(rank, None)
         self._num_admitted[rank] = 0
         self._prefixes.leave(rank)
+
+    def keep_out(self, rank: int) -> None:
+        """Make a rank unavailable until `enter`. Unlike after `leave`, its prefixes are remembered."""
+        self._is_available[rank] = False
 
     def drain(self, rank: int) -> None:
         """Give a rank no new requests, and let `plan_drains` move those that it has."""
@@ -197,7 +233,7 @@ class RankLoads:
 
     def num_open(self, rank: int) -> int:
         """Return the number of requests at a rank."""
-        return int(self._num_open[rank])
+        return int(self._totals().num_open[rank])
 
     def can_spare(self, rank: int) -> bool:
         """Return whether another rank is available and not draining."""
@@ -247,7 +283,9 @@ class RankLoads:
         else:
             self._outstanding[load.rank] -= load.prompt_tokens
             self._outstanding[load.next_rank] -= spent
-        load.prompt_tokens = 0
+        if load.prompt_tokens:
+            self._prompt_tokens[load.rank] -= load.prompt_tokens
+            load.prompt_tokens = 0
         load.output_tokens -= spent
         load.context_tokens += num_tokens
         load.most_tokens -= num_tokens
@@ -261,6 +299,7 @@ class RankLoads:
     def _count(self, load: RequestLoad, sign: int) -> None:
         """Add a request to the figures of its ranks, or subtract it."""
         self._outstanding[load.rank] += sign * load.num_tokens
+        self._prompt_tokens[load.rank] += sign * load.prompt_tokens
         self._num_open[load.rank] += sign
         if load.next_rank is not None:
             self._outstanding[load.next_rank] += sign * load.output_tokens
@@ -269,14 +308,14 @@ class RankLoads:
     def load_of(self, ranks: Collection[int]) -> PoolLoad:
         """Return the load of some ranks."""
         serving = [rank for rank in ranks if self._is_available[rank]]
-        prompt_tokens = sum(load.prompt_tokens for load in self._loads.values() if load.rank in ranks)
+        totals = self._totals()
         stats = [self._stats[rank] for rank in serving if rank in self._stats]
         num_blocks = sum(each.num_blocks for each in stats)
         num_free = sum(each.num_free_blocks for each in stats)
         return PoolLoad(
             len(serving),
-            int(self._num_open[list(ranks)].sum()),
-            prompt_tokens / max(1, int(self._step_tokens[serving].sum())),
+            int(totals.num_open[list(ranks)].sum()),
+            int(totals.prompt_tokens[list(ranks)].sum()) / max(1, int(self._step_tokens[serving].sum())),
             1 - num_free / num_blocks if num_blocks else 0.0,
         )
 

@@ -49,7 +49,8 @@ class MovePlans(RankLoads):
             return {}
         waiting = self._in_order_of_begin(crowded)
         # Load ahead of a request: at first all load except that of the requests that wait at crowded ranks.
-        before, num_before = self._outstanding.copy(), self._num_open.copy()
+        totals = self._totals()
+        before, num_before = totals.outstanding.copy(), totals.num_open.copy()
         for _, load in waiting:
             before[load.rank] -= load.num_tokens
             num_before[load.rank] -= 1

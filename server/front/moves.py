@@ -58,6 +58,8 @@ class Moves:
         self._begun_s: dict[int, float] = {}  # by draining rank
         self._is_noted: set[int] = set()  # draining ranks with a noted end
         self._looked_s = -math.inf  # time of the last search
+        # Returns whether the other fronts, if there are any, give a draining rank no requests any more.
+        self.all_follow: Callable[[], bool] = lambda: True
 
     def look(self, *, is_urgent: bool = False) -> None:
         """Search for requests to move, at intervals, and post their withdrawals. `is_urgent` searches now."""
@@ -120,7 +122,9 @@ class Moves:
     async def wait(self, rank: int, timeout_s: float) -> None:
         """Wait until a draining rank has no requests, its drain has ended, or the time is up."""
         until_s = self._clock() + timeout_s
-        while self._router.is_draining(rank) and self._router.num_open(rank) and self._clock() < until_s:
+        while self._router.is_draining(rank) and self._clock() < until_s:
+            if self.all_follow() and not self._router.num_open(rank):
+                break
             await asyncio.sleep(min(_POLL_S, until_s - self._clock()))
         self._note_drained()
 

@@ -33,8 +33,15 @@ class PausedRequests(Protocol):
 class Pausing:
     """Whether the service is paused. Runs in the front's event loop."""
 
-    def __init__(self, requests: PausedRequests, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._requests, self._clock = requests, clock
+    def __init__(
+        self,
+        requests: PausedRequests,
+        *,
+        why_impossible: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Begin unpaused. why_impossible says why this service cannot pause; None if it can."""
+        self._requests, self._why_impossible, self._clock = requests, why_impossible, clock
         self.is_paused = False
         self._num_resumes = 0  # calls
 
@@ -46,8 +53,10 @@ class Pausing:
             timeout_s: Time limit. If ranks still have requests then, the service goes on.
 
         Raises:
-            ApiError: The time was up, or the service was resumed meanwhile.
+            ApiError: The time was up, the service was resumed meanwhile, or it cannot pause.
         """
+        if self._why_impossible is not None:
+            raise ApiError(501, self._why_impossible)
         num_resumes, until_s = self._num_resumes, self._clock() + timeout_s
         self.is_paused = True
         self._requests.pause(by=_BY, withdraws=way is SleepWay.KEEP)

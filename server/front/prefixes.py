@@ -31,7 +31,7 @@ class PrefixMemory:
         held: dict[int, int] = {}
         still: set[int] | None = None
         num_tokens = 0
-        for chunk in _chain(prompt_ids):
+        for chunk in chain(prompt_ids):
             holders = self._holders.get(chunk, {}).keys()
             for rank in still - holders if still else ():
                 held[rank] = num_tokens
@@ -43,7 +43,7 @@ class PrefixMemory:
 
     def forget(self, prompt_ids: Sequence[int], rank: int) -> None:
         """Undo `remember`."""
-        for chunk in _chain(prompt_ids):
+        for chunk in chain(prompt_ids):
             holders = self._holders.get(chunk, {})
             if holders.get(rank, 0) > 1:
                 holders[rank] -= 1
@@ -53,7 +53,7 @@ class PrefixMemory:
     def remember(self, prompt_ids: Sequence[int], rank: int) -> int:
         """Record that a rank will have seen a prompt. Returns how many of its first tokens the rank had seen before."""
         num_held, is_held = 0, True
-        for chunk in _chain(prompt_ids):
+        for chunk in chain(prompt_ids):
             holders = self._holders.setdefault(chunk, {})
             is_held = is_held and rank in holders
             num_held += PREFIX_CHUNK_TOKENS * is_held
@@ -64,7 +64,7 @@ class PrefixMemory:
         return num_held
 
 
-def _chain(prompt_ids: Sequence[int]) -> Iterator[int]:
+def chain(prompt_ids: Sequence[int]) -> Iterator[int]:
     """Yield one hash per whole chunk of the prompt. Each hash covers everything before it."""
     value = 0
     for start in range(0, len(prompt_ids) - PREFIX_CHUNK_TOKENS + 1, PREFIX_CHUNK_TOKENS):

@@ -95,6 +95,30 @@ class RequestCounts(Protocol):
         """Record the length of the longest choice of a client's request."""
 
 
+class SharedCounts(Protocol):
+    """The open requests of several fronts, implemented by `server.front.several.board.Board`."""
+
+    @property
+    def num_open(self) -> int:
+        """Accepted choices without an outcome, of all fronts."""
+
+    @property
+    def num_answers(self) -> int:
+        """Requests of clients that are being answered, by all fronts."""
+
+    def count_choice(self, key_id: str, by: int) -> None:
+        """Count an accepted choice of this front, or with -1 one that has its outcome."""
+
+    def count_answer(self, by: int) -> None:
+        """Count an answer of this front that begins, or with -1 one that ends."""
+
+    def num_of_key(self, key_id: str) -> int:
+        """Return the number of open choices of an API key."""
+
+    def num_keys(self, key_id: str) -> int:
+        """Return the number of API keys with open choices, including this one."""
+
+
 class Requests:
     """The accepted requests that have no outcome yet."""
 
@@ -115,13 +139,14 @@ class Requests:
         who_asks: Callable[[], Asker] = lambda: NOBODY,
         label_of: Callable[[int | None], str] = lambda _number: "",
         adapters: Adapters | None = None,
+        shared: SharedCounts | None = None,
     ) -> None:
         """Args: timeout_s is the deadline of each request, 0 for none; admission limits open requests, None for no limit;
         adapters has the places of the requests' adapters, None if no request has one.
 
         on_ask is called for every accepted choice, on_answer for every accepted request. why_not_ready returns the reason to
         refuse requests now, or None; who_asks returns the client of an `open` call. label_of returns the label of a version of the
-        weights, or of the serving one for None.
+        weights, or of the serving one for None. shared has the counts of all fronts; None if this is the only one.
         """
         self._decoder = decoder
         self._ranks = ranks
@@ -142,7 +167,7 @@ class Requests:
         self._sources = PrefixSources()
         self._on_ask, self._on_answer = on_ask, on_answer
         self._why_not_ready = why_not_ready
-        self._who_asks, self._label_of = who_asks, label_of
+        self._who_asks, self._label_of, self._shared = who_asks, label_of, shared
         self._adapters = adapters
         if adapters is not None:
             adapters.on_resident, adapters.on_failed = self._submit_parked, self._fail_adapter
@@ -157,8 +182,8 @@ class Requests:
 
     @property
     def num_answers(self) -> int:
-        """Number of client requests that are being answered, regardless of their choices."""
-        return self._num_answers
+        """Number of client requests that are being answered, regardless of their choices; by all fronts."""
+        return self._num_answers if self._shared is None else self._shared.num_answers
 
     @property
     def num_open(self) -> int:
@@ -208,18 +233,23 @@ class Requests:
                 if generation.ask.request.request_id in self._open:
                     self._abort(generation, FinishReason.ABORT)
             raise
-        self._num_answers += 1
+        self._count_answer(1)
         self._metrics.note_request(len(asks), max(ask.request.params.max_tokens for ask in asks))
         return answer
 
+    def _count_answer(self, by: int) -> None:
+        self._num_answers += by
+        if self._shared is not None:
+            self._shared.count_answer(by)
+
     def _check_room(self, num_more: int, key_id: str) -> None:
-        opened = self._open.values()
-        by_key = Counter(generation.asker.key_id for generation in opened)
+        opened, shared = self._open.values(), self._shared
+        by_key = Counter(generation.asker.key_id for generation in opened) if shared is None else Counter()
         self._admission.check(
             num_more,
-            num_open=len(opened),
-            num_own=by_key[key_id],
-            num_keys=len(by_key.keys() | {key_id}),
+            num_open=len(opened) if shared is None else shared.num_open,
+            num_own=by_key[key_id] if shared is None else shared.num_of_key(key_id),
+            num_keys=len(by_key.keys() | {key_id}) if shared is None else shared.num_keys(key_id),
             num_waiting=sum(generation.first_token_s is None for generation in opened),
             now_s=time.monotonic(),
         )
@@ -400,6 +430,8 @@ class Requests:
         generation = answer.add(replace(ask, request=request), _NO_RANK_YET, self._decoder)
         generation.asker = asker
         self._open[request.request_id] = generation
+        if self._shared is not None:
+            self._shared.count_choice(asker.key_id, 1)
         self._is_empty.clear()
         if deadline_s is not None:
             self._timers[request.request_id] = asyncio.get_running_loop().call_later(
@@ -615,6 +647,8 @@ class Requests:
         del self._open[request.request_id]
         self._parked.pop(request.request_id, None)
         self._held.pop(request.request_id, None)
+        if self._shared is not None:
+            self._shared.count_choice(generation.asker.key_id, -1)
         if not self._open:
             self._is_empty.set()
         timer = self._timers.pop(request.request_id, None)
@@ -637,7 +671,7 @@ class Requests:
 
     def _close(self, answer: Answer) -> None:
         """Abort the unfinished choices of an answer."""
-        self._num_answers -= 1
+        self._count_answer(-1)
         for generation in reversed(answer.generations):  # held choices before those they follow
             if not generation.finished:
                 self._abort(generation, FinishReason.ABORT)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from server.front.loads import EXPECTED_OUTPUT_TOKENS, MoveCause, RequestLoad
+from server.front.loads import EXPECTED_OUTPUT_TOKENS, MoveCause, RequestLoad, SharedLoads
 from server.front.move_plans import MovePlans
 from server.options.pools import PREFILL_THRESHOLD
 
@@ -49,9 +49,15 @@ class ReleasedRequest(NamedTuple):
 class Router(MovePlans):
     """Chooses the rank of each request."""
 
-    def __init__(self, num_ranks: int, *, prefill_threshold: int = PREFILL_THRESHOLD) -> None:
+    def __init__(
+        self,
+        num_ranks: int,
+        *,
+        prefill_threshold: int = PREFILL_THRESHOLD,
+        shared: SharedLoads | None = None,
+    ) -> None:
         """`prefill_threshold`: tokens that a rank of role decode may lack of a prompt and still run it alone."""
-        super().__init__(num_ranks)
+        super().__init__(num_ranks, shared=shared)
         self._prefill_threshold = prefill_threshold
         self._sessions: OrderedDict[str, int] = OrderedDict()  # -> the rank of its last request
 
@@ -108,11 +114,12 @@ class Router(MovePlans):
             held: Prefix tokens that ranks have seen.
             among: [ranks] bool. The ranks to choose from; at least one.
         """
-        left = self._outstanding + self._seat_tokens(self._num_open + self._num_coming)
+        totals = self._totals()
+        left = totals.outstanding + self._seat_tokens(totals.num_open + totals.num_coming)
         if untold is not None:
             left -= untold
         ranks = np.flatnonzero(among)
-        own = self._sessions.get(session) if session else None
+        own = self._rank_of_session(session) if session else None
         if own is not None and among[own]:
             least = left[ranks].min()
             if left[own] <= SESSION_SHARE * least + SESSION_ROOM_TOKENS:
@@ -121,7 +128,7 @@ class Router(MovePlans):
             left[rank] -= num_tokens
         left = left[ranks]
         ranks = ranks[left == left.min()]
-        return int(ranks[self._num_admitted[ranks].argmin()])
+        return int(ranks[totals.num_admitted[ranks].argmin()])
 
     def _near(self, held: Mapping[int, int], rank: int, num_tokens: int) -> dict[int, int]:
         """Return prefix tokens that ranks hold, less these tokens if a request would move between hosts: they are computed again."""
@@ -170,10 +177,19 @@ class Router(MovePlans):
         self._count(load, 1)
         self._num_admitted[rank] += 1
         if session:
-            self._sessions[session] = rank if next_rank is None else next_rank
-            self._sessions.move_to_end(session)
-            while len(self._sessions) > MAX_SESSIONS:
-                self._sessions.popitem(last=False)
+            self._bind_session(session, rank if next_rank is None else next_rank)
+
+    def _rank_of_session(self, session: str) -> int | None:
+        return self._sessions.get(session) if self._shared is None else self._shared.rank_of_session(session)
+
+    def _bind_session(self, session: str, rank: int) -> None:
+        if self._shared is not None:
+            self._shared.bind_session(session, rank)
+            return
+        self._sessions[session] = rank
+        self._sessions.move_to_end(session)
+        while len(self._sessions) > MAX_SESSIONS:
+            self._sessions.popitem(last=False)
 
     def take_back(
         self, request_id: str, prompt_ids: Sequence[int], *, is_handed_over: bool = False

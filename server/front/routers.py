@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from server.front.loads import SharedLoads
 from server.front.prefixes import PrefixMemory
 from server.front.router import Router
 from server.options.pools import PREFILL_THRESHOLD
@@ -19,8 +20,14 @@ class _NoPrefixes(PrefixMemory):
 class FewestTokens(Router):
     """Picks the rank with the fewest outstanding tokens. It remembers no prefixes."""
 
-    def __init__(self, num_ranks: int, *, prefill_threshold: int = PREFILL_THRESHOLD) -> None:
-        super().__init__(num_ranks, prefill_threshold=prefill_threshold)
+    def __init__(
+        self,
+        num_ranks: int,
+        *,
+        prefill_threshold: int = PREFILL_THRESHOLD,
+        shared: SharedLoads | None = None,
+    ) -> None:
+        super().__init__(num_ranks, prefill_threshold=prefill_threshold, shared=shared)
         self._prefixes = _NoPrefixes()
 
     def _choose(
@@ -32,8 +39,14 @@ class FewestTokens(Router):
 class RoundRobin(Router):
     """Picks the available ranks in turn, regardless of their load."""
 
-    def __init__(self, num_ranks: int, *, prefill_threshold: int = PREFILL_THRESHOLD) -> None:
-        super().__init__(num_ranks, prefill_threshold=prefill_threshold)
+    def __init__(
+        self,
+        num_ranks: int,
+        *,
+        prefill_threshold: int = PREFILL_THRESHOLD,
+        shared: SharedLoads | None = None,
+    ) -> None:
+        super().__init__(num_ranks, prefill_threshold=prefill_threshold, shared=shared)
         self._num_picked = 0
         self._picked_at = np.zeros(num_ranks, dtype=np.int64)  # count of picks at the rank's last one
 

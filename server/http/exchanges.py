@@ -61,6 +61,7 @@ class HttpExchange:
     owner: str = ""
     line: BatchLineOf | None = None  # None for a client's request
     seed: int | None = None  # for a request without a seed that may be run again (`idempotency`)
+    is_forwarded: bool = False  # another front answers it, and counts it (`several.forwarding`)
 
     @property
     def key_id(self) -> str:
@@ -183,7 +184,7 @@ class ExchangeWatch:
         finally:
             exchange.handler = getattr(scope.get("route"), "path", "none")
             exchange.duration_s = time.perf_counter() - exchange.begun_s
-            for observer in self._observers:
+            for observer in () if exchange.is_forwarded else self._observers:
                 observer(exchange)
 
 

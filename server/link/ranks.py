@@ -125,6 +125,7 @@ class Ranks:
         self.port = 0  # set by `bind`
         self._clock = clock
         self._forgotten: ForgetPrefixes | None = None  # the last order to forget prefixes
+        self.given_up: dict[int, int] = {}  # by rank, the restarts of the newest engine that was dropped
         # Set by `serve`; no rank attaches before.
         self._receive: Callable[[int, RankFacts | FromRank | RankLost], None]
         self._claim: Callable[[Claim], Claimed]
@@ -221,7 +222,13 @@ class Ranks:
     def give_up(self, rank: int, reason: str) -> None:
         """Close a rank's stream, unless it has closed already."""
         if rank in self.attached:
+            self.given_up[rank] = self.attached[rank].facts.num_restarts
             self._lose(self.attached[rank], reason)
+
+    def expect_end(self) -> None:
+        """Expect each rank to end, because another front stops it."""
+        for stream in self.attached.values():
+            stream.asked_to_stop = True
 
     def stop(self) -> None:
         """Ask each rank once to end in an orderly way."""

@@ -326,12 +326,30 @@ def _check_together(options: Options, environment: Mapping[str, str]) -> None:
         raise OptionsError(
             "--ssl-certfile does not apply to --uds, whose socket is local to this machine; leave it out"
         )
+    _check_fronts(options)
     _check_tiers(options.engine)
     _check_adapters(options)
     _check_pools(options)
     check_certificate(options.http.ssl_certfile, options.http.ssl_keyfile)
     if options.log.otlp_endpoint is not None:
         check_traces(environment)
+
+
+def _check_fronts(options: Options) -> None:
+    if options.api_server_count == 1:
+        return
+    for flag, given in (
+        ("--uds", options.uds),
+        ("--max-connections-per-address", options.http.max_connections_per_address),
+    ):
+        if given is not None:
+            raise OptionsError(
+                f"{flag} does not work with --api-server-count {options.api_server_count}, because the kernel spreads "
+                "connections over the fronts; leave one of the two out"
+            )
+    for flag, is_given in (("--enable-lora", options.engine.enable_lora), ("--pool", options.has_own_pool)):
+        if is_given:
+            raise OptionsError(f"{flag} works with one front only; leave it or --api-server-count out")
 
 
 def _check_tiers(engine: EngineSettings) -> None:

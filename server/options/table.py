@@ -380,6 +380,10 @@ class Options:
         HTTP, "--uds", read=_socket_path, metavar="PATH",
         help="Unix domain socket to listen on instead of --host and --port: curl --unix-socket PATH http://localhost/v1/models",
     )  # fmt: skip
+    api_server_count: int = flag(
+        HTTP, "--api-server-count", "-asc", read=whole(1), metavar="N", default=1,
+        help="number of front processes that serve HTTP on one port, each on its own core (docs/fronts.md)",
+    )  # fmt: skip
     served_model_names: tuple[str, ...] = flag(
         HTTP, "--served-model-name", read=_names, metavar="NAME", action="extend", nargs="+", default=(),
         default_text="MODEL's", help="names that requests may use for the model; the service shows the first one",

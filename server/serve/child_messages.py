@@ -15,7 +15,7 @@ To add a message: define its class here and list it in `FromChild`; send it with
 import json
 import os
 import select
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self, get_args
 
@@ -28,6 +28,21 @@ class FrontAddresses(NamedTuple):
     http: str  # URL
     ranks_address: str  # host:port
     token: str  # ranks attach with it
+
+
+_OTHERS = "others"  # in WIDEEP_FRONT, next to the fields of the leading front: the ranks' addresses of the other fronts
+
+
+def announcement(fronts: Sequence[FrontAddresses]) -> str:
+    """Return the value of WIDEEP_FRONT for the fronts of a service, the leading one first."""
+    leading, *others = fronts
+    more = {_OTHERS: " ".join(each.ranks_address for each in others)} if others else {}
+    return json.dumps(leading._asdict() | more)
+
+
+def ranks_addresses(announced: Mapping[str, str]) -> list[str]:
+    """Return each front's address for ranks, the leading one's first."""
+    return [announced["ranks_address"], *announced.get(_OTHERS, "").split()]
 
 
 class ServiceAddress(NamedTuple):

@@ -32,6 +32,9 @@ def _add_front_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ranks-host", default="127.0.0.1", help="address for ranks to attach to (default: %(default)s)"
     )
+    parser.add_argument(
+        "--front-number", type=int, default=0, metavar="N", help="number among several fronts; 0 leads"
+    )
 
 
 def _options(args: argparse.Namespace) -> tuple[Any, ...]:
@@ -39,7 +42,7 @@ def _options(args: argparse.Namespace) -> tuple[Any, ...]:
 
 
 def _front_arguments(args: argparse.Namespace) -> tuple[Any, ...]:
-    return options_from(args), args.ranks, args.ready_fd, args.ranks_host
+    return options_from(args), args.ranks, args.ready_fd, args.ranks_host, args.front_number
 
 
 SERVE = Command(

@@ -53,6 +53,7 @@ from server.options.table import Options
 from server.serve.child_messages import Beat, CacheBytes, Leaving, Ready, ServiceAddress, SupervisorPipe
 from server.serve.children import FRONT_IS_GONE, FRONT_VARIABLE
 from server.serve.front_stream import FrontStream, num_restarts_of
+from server.serve.front_streams import front_stream
 from server.serve.greeting import address_elsewhere
 from server.serve.loading import Loading, loading_of
 from server.serve.preflight.equal import computing_facts, file_digests
@@ -150,7 +151,7 @@ def _serve(options: Options, place: Place, pool: Pool, environment: Mapping[str,
     gc.collect()
     gc.freeze()
     try:
-        stream = FrontStream(
+        stream = front_stream(
             built, config, front, environment, pool=pool, num_ranks=place.world_size, cluster_key=key
         )
         _walk(built, config, front, supervisor, stream, num_restarts)
@@ -246,7 +247,7 @@ def _walk(
     built.relocation.on_report = stream.report
     if num_restarts:
         _check_front(front, config.front_recovery_timeout_s)
-    stream.link.open(JOIN_TIMEOUT_S)
+    stream.attach(JOIN_TIMEOUT_S, is_restart=num_restarts > 0)
     if is_ready:
         if config.rank == 0:
             stream.send_start()
@@ -271,11 +272,11 @@ def _walk(
     try:
         built.engine.run(on_step, lambda: send_load_when_due(is_sleeping=True))
     except FAILURES as error:
-        stream.link.close(f"{type(error).__name__}: {error}")
+        stream.close(f"{type(error).__name__}: {error}")
         raise
     finally:
         supervisor.send(Leaving())  # no heartbeats from here on; the shutdown may take a while
-    stream.link.close()
+    stream.close()
 
 
 def _load_vocabulary(model: str) -> Vocabulary:

@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING, NamedTuple, assert_never
 
 from scheduler.epochs.connections import break_silent
 from scheduler.epochs.heartbeat import LOOK_EVERY_S, Heartbeat
@@ -38,6 +38,7 @@ from scheduler.weights.versions import WeightReport
 from server.front.errors import ApiError
 from server.front.journal import Journal
 from server.front.nodes import JoinedPools, Nodes
+from server.front.several.seat import Seat
 from server.http.observability.logs import logging_to
 from server.http.observability.metrics import Metrics
 from server.link.messages import (
@@ -57,7 +58,7 @@ from server.machine.parent_death import die_with_parent
 from server.options.flag import OptionsError
 from server.options.pools import Pool
 from server.options.table import Options
-from server.serve.child_messages import FrontAddresses, encode
+from server.serve.child_messages import FrontAddresses, encode, ranks_addresses
 from server.serve.children import END_NOW_SIGNAL, FRONT_VARIABLE, KEPT_VARIABLE, raise_descriptor_limit
 from server.serve.preflight.unix_socket import listening_at
 
@@ -78,6 +79,7 @@ def run_front(
     num_ranks: int,
     ready_fd: int | None,
     ranks_host: str = LOCAL_HOST,
+    number: int = 0,
     *,
     environment: Mapping[str, str] = os.environ,
 ) -> int:
@@ -86,22 +88,51 @@ def run_front(
     Args:
         options: The options. `model` is a directory; the caller has resolved other names.
         ready_fd: Descriptor to which the addresses are written, closed afterwards. None disables the announcement.
+        number: The front's number among several.
     """
     die_with_parent()
     raise_descriptor_limit()
     sys.setswitchinterval(SWITCH_S)
     with logging_to(options.log):
         try:
-            with _listener(options) as listener, _kept_in(environment) as kept:
-                return asyncio.run(
-                    _run(options, num_ranks, listener, ready_fd, ranks_host, environment, Path(kept))
-                )
+            # Announced by the front that this one replaces, or by the leading one.
+            before = json.loads(environment.get(FRONT_VARIABLE, "null"))
+            with _listener(options, is_first=before is None) as listener, _kept_in(environment) as kept:
+                place = _Place(number, before, ranks_host, Path(kept))
+                return asyncio.run(_run(options, num_ranks, listener, ready_fd, place))
         except OptionsError as error:
             return _complain(str(error))
 
 
-def _listener(options: Options) -> contextlib.AbstractContextManager[socket.socket]:
-    return bind_http(options.host, options.port) if options.uds is None else listening_at(options.uds)
+class _Place(NamedTuple):
+    """What distinguishes this front from others."""
+
+    number: int  # among several fronts
+    announced: dict[str, str] | None  # addresses of the fronts, as in WIDEEP_FRONT
+    ranks_host: str
+    kept: Path  # folder that outlives this front
+
+    @property
+    def ranks_port(self) -> int:
+        """The port for ranks of the front that this one replaces; 0 if there was none."""
+        addresses = ranks_addresses(self.announced) if self.announced else []
+        return _port_of(addresses[self.number]) if self.number < len(addresses) else 0
+
+    @property
+    def is_again(self) -> bool:
+        """Whether this front replaces one."""
+        return self.ranks_port > 0
+
+
+def _listener(options: Options, *, is_first: bool) -> contextlib.AbstractContextManager[socket.socket]:
+    """Bind the socket for HTTP. The first of several fronts also checks that no other program has the port."""
+    if options.uds is not None:
+        return listening_at(options.uds)
+    if options.api_server_count == 1:
+        return bind_http(options.host, options.port)
+    if is_first and options.port:
+        bind_http(options.host, options.port).close()
+    return bind_http(options.host, options.port, is_shared=True)
 
 
 def _kept_in(environment: Mapping[str, str]) -> contextlib.AbstractContextManager[str]:
@@ -111,25 +142,22 @@ def _kept_in(environment: Mapping[str, str]) -> contextlib.AbstractContextManage
 
 
 async def _run(
-    options: Options,
-    num_ranks: int,
-    listener: socket.socket,
-    ready_fd: int | None,
-    ranks_host: str,
-    environment: Mapping[str, str],
-    kept: Path,
+    options: Options, num_ranks: int, listener: socket.socket, ready_fd: int | None, place: _Place
 ) -> int:
     ending = _Ending()
-    # Announced by the front that this one replaces.
-    before = json.loads(environment.get(FRONT_VARIABLE, "null"))
-    token = before["token"] if before else secrets.token_urlsafe(32)
+    token = place.announced["token"] if place.announced else secrets.token_urlsafe(32)
+    seat = None
+    if options.api_server_count > 1:
+        seat = Seat.take(
+            place.kept, number=place.number, num_fronts=options.api_server_count, num_ranks=num_ranks
+        )
     try:
         ranks = Ranks(num_ranks, token, cluster_key=options.cluster_key)
-        ranks_address = ranks.bind(ranks_host, _port_of(before["ranks_address"]) if before else 0)
+        ranks_address = ranks.bind(place.ranks_host, place.ranks_port)
     except OptionsError as error:
         return _complain(str(error))
     except RuntimeError as error:
-        return _complain(f"cannot listen for ranks on {ranks_host} (--ranks-host): {error}")
+        return _complain(f"cannot listen for ranks on {place.ranks_host} (--ranks-host): {error}")
     if ready_fd is not None:
         announce(ready_fd, listener, options, ranks_address, token)
     slow = await asyncio.to_thread(_import_http_service)  # meanwhile connections wait in both sockets
@@ -149,16 +177,16 @@ async def _run(
             ranks=ranks,
             journal=Journal(),
             metrics=metrics,
-            kept=kept,
+            kept=place.kept,
             secret=token,
+            seat=seat,
         )
     except ValueError as error:  # TokenizerError: its class came with the slow import
         return _complain(str(error))
     gc.freeze()  # full collections stop all streams; exclude every object that exists now
-    is_again = before is not None
-    joined = JoinedPools(kept / "pools", is_again=is_again)
+    joined = JoinedPools(Path(place.kept) / "pools", is_again=place.is_again)
     front = _Front(options, ranks, metrics, http, ending, joined)
-    return await front.run(listener, is_again=is_again)
+    return await front.run(listener, is_again=place.is_again)
 
 
 class _Ending:
@@ -206,7 +234,7 @@ class _Front:
         self._pools = {rank: pool for pool in http.pools for rank in pool.pool.ranks}  # by rank
         self._fatal: str | None = None
         self._is_closing = False  # open requests have ended; responses may still be in flight
-        for each in http.pools:
+        for each in http.pools if http.leads else ():
             each.lead(http.requests, self._fail_pool)
         http.weights.on_ready = lambda rank: self._pools[rank].leader.attach(rank)
         ending.on_hurry = self._hurry
@@ -217,7 +245,7 @@ class _Front:
         Args:
             is_again: Whether this front replaces one that has served.
         """
-        if is_again:
+        if is_again and self._http.leads:
             for pool in self._http.pools:
                 pool.resume()
         self._look_at_links()
@@ -248,6 +276,9 @@ class _Front:
         """End requests, responses and ranks: one after the other when draining, otherwise all at once."""
         grace_s = await self._drain()
         self._is_closing = True
+        if not self._http.leads:
+            await self._close_following(serving, grace_s)
+            return
         for pool in self._http.pools:
             pool.leader.close()
         if self._ending.now.is_set():
@@ -256,6 +287,13 @@ class _Front:
         self._http.stop(grace_s)
         await asyncio.wait([serving])
         self._ranks.stop()
+
+    async def _close_following(self, serving: "asyncio.Task[None]", grace_s: float) -> None:
+        """End requests and responses, and keep the links until the leading front has stopped the ranks."""
+        self._ranks.expect_end()
+        self._http.requests.fail_all(ApiError(503, self._fatal or "The service is stopping."))
+        self._http.stop(grace_s)
+        await asyncio.wait([serving])
 
     async def _drain(self) -> float:
         """Wait for open requests, unless the front must end now. Returns the seconds left for responses being sent."""
@@ -281,8 +319,11 @@ class _Front:
             self._http.stop(0)
 
     async def _wait_for_ranks(self) -> None:
+        timeout_s = _STOP_TIMEOUT_S
+        if not self._http.leads and not self._ending.now.is_set():  # the other fronts may still drain
+            timeout_s += self._options.http.shutdown_timeout_s
         try:
-            await asyncio.wait_for(self._ranks.wait_until_empty(), _STOP_TIMEOUT_S)
+            await asyncio.wait_for(self._ranks.wait_until_empty(), timeout_s)
         except TimeoutError:
             ranks = ", ".join(map(str, self._ranks.attached))
             _LOG.error("rank %s did not detach in time", ranks)
@@ -293,7 +334,8 @@ class _Front:
         match message:
             case StepOutput(outputs, stats):
                 if stats is not None:
-                    self._metrics.note_stats(stats)
+                    if http.leads:  # one of several fronts counts a rank's steps
+                        self._metrics.note_stats(stats)
                     http.requests.note_stats(stats)
                 if outputs:
                     http.requests.deliver(rank, outputs)
@@ -333,6 +375,11 @@ class _Front:
         self._http.events.note("pool_joined", f"{pool.in_words} joins the service")
 
     def _attach(self, facts: RankFacts) -> None:
+        if self._http.fronts is not None and self._http.fronts.following is not None:
+            self._http.fronts.following.attach(facts)
+            if self._is_closing:
+                self._ranks.expect_end()
+            return
         if (pool_joins := self._nodes.admit(facts.rank)) is not None:
             self._admit(pool_joins)
         self._nodes.note(facts.rank, facts.node, facts.num_restarts)
@@ -359,6 +406,8 @@ class _Front:
             _LOG.warning("rank %d is lost before it had loaded the serving weights: %s", rank, reason)
         elif self._is_closing or self._ending.now.is_set():
             _LOG.warning("rank %d is lost while the service ends: %s", rank, reason)
+        elif self._http.fronts is not None and self._http.fronts.following is not None:
+            self._http.fronts.following.lose(rank)
         else:
             self._pools[rank].leader.lose(rank, reason)
 
@@ -398,8 +447,11 @@ def _complain(message: str) -> int:
     return 1
 
 
-def bind_http(host: str, port: int) -> socket.socket:
+def bind_http(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
     """Bind and listen.
+
+    Args:
+        is_shared: Whether several fronts listen on the port. The kernel spreads connections over them.
 
     Raises:
         OptionsError: The port is in use, or the address does not belong to this machine.
@@ -413,6 +465,8 @@ def bind_http(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if is_shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(address)
         listener.listen(2048)  # immediately: bind alone does not reserve a port that allows reuse
     except OSError as error:

@@ -70,6 +70,7 @@ class FrontStream:
         pool: Pool,
         num_ranks: int,
         cluster_key: bytes | None = None,
+        leads: bool = True,
     ) -> None:
         """Prepare the link; `link.open` attaches.
 
@@ -77,6 +78,7 @@ class FrontStream:
             front: The front's addresses and its token.
             pool: This rank's pool. `num_ranks`: Number of ranks of all pools.
             environment: The environment from the supervisor, with the number of restarts.
+            leads: Whether this front orders epochs and memory. Of several fronts, one does.
         """
         self._built, self._config, self._front, self._cluster_key = built, config, front, cluster_key
         self._epoch = self._sent_bytes = 0
@@ -105,10 +107,11 @@ class FrontStream:
             loaded = self._served()._replace(home=built.relocation.placement)
             self._facts = replace(self._facts, loaded=loaded)
         self.link = self._make_link(self._facts)
-        built.engine.memory.on_switched = lambda number: self.link.send(MemorySwitched(number))
-        built.engine.weights.on_report = lambda report: self.link.send(report)
-        if built.engine.adapters is not None:
-            built.engine.adapters.on_report = lambda report: self.link.send(report)
+        if leads:
+            built.engine.memory.on_switched = lambda number: self.link.send(MemorySwitched(number))
+            built.engine.weights.on_report = lambda report: self.link.send(report)
+            if built.engine.adapters is not None:
+                built.engine.adapters.on_report = lambda report: self.link.send(report)
 
     def _make_link(self, facts: RankFacts) -> RankLink:
         return RankLink(
@@ -119,6 +122,21 @@ class FrontStream:
             pool=self._pool,
             cluster_key=self._cluster_key,
         )
+
+    def attach(self, timeout_s: float, *, is_restart: bool = False) -> None:
+        """Attach to the front, within `timeout_s`.
+
+        Args:
+            is_restart: Whether the service ran before this engine.
+
+        Raises:
+            LinkError: No front answered, or it refused this rank.
+        """
+        self.link.open(timeout_s)
+
+    def close(self, reason: str = "") -> None:
+        """Send what is queued and a goodbye with `reason` (empty after a requested stop), and disconnect."""
+        self.link.close(reason)
 
     def send_start(self) -> None:
         """Send the experts and the placement at the start."""
@@ -134,6 +152,9 @@ class FrontStream:
         ranks, or to this rank again under the same ids."""
         with self._lock:
             self.link.send(StepOutput([output for output in outputs if self._is_told(output)], stats))
+
+    def _note_open(self, request_id: str) -> None:
+        self._open_ids.add(request_id)
 
     def _is_told(self, output: RequestOutput) -> bool:
         """Return whether the front waits for this output, and record ends. The engine ends each request exactly once."""
@@ -167,7 +188,7 @@ class FrontStream:
         engine, relocation = self._built.engine, self._built.relocation
         match message:
             case Submit(request):
-                self._open_ids.add(request.request_id)
+                self._note_open(request.request_id)
                 engine.submit(message.request_at(time.monotonic()))
             case Expect(request_id, submit):
                 comes = None if submit is None else submit.request_at(time.monotonic())

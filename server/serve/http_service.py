@@ -28,7 +28,8 @@ from server.api.openai.batches.routes import batch_routes, file_routes
 from server.api.openai.batches.runs import BatchRuns, LinePlaces
 from server.api.openai.chat import chat_routes
 from server.api.openai.completions import completion_routes
-from server.api.openai.responses.routes import responses_routes
+from server.api.openai.responses.left_runs import LeftRuns
+from server.api.openai.responses.routes import new_response_id, responses_routes
 from server.api.parsers.registry import markup_of, shows_known_calls
 from server.api.served import ServedModel
 from server.api.sglang.generate import generate_routes
@@ -58,6 +59,8 @@ from server.front.pool_roles import PoolRoles
 from server.front.readiness import why_service_not_ready
 from server.front.requests import Requests
 from server.front.routers import ROUTERS
+from server.front.several.seat import Seat
+from server.front.several.service_state import ServiceState
 from server.front.sleep_mode import SleepMode
 from server.front.structure.structure_checks import StructureChecks
 from server.front.tokenizer import TemplateFacts, Tokenizer
@@ -96,6 +99,7 @@ from server.options.adapters import modules_of
 from server.options.pools import Pool
 from server.options.table import PRIORITY, HttpOptions, Options
 from server.serve.pool_front import PoolFront
+from server.serve.several_fronts import FrontOfSeveral, inner_app, share_of, state_of
 
 # The same fields of generation_config.json that vLLM uses as defaults.
 _DEFAULTS: dict[str, type[float] | type[int]] = {
@@ -111,6 +115,7 @@ _NO_SLEEP = "The service cannot sleep: sleep mode is not implemented on GPUs. It
 _NO_UPDATE = (
     "The service cannot change its weights: updates are not implemented on GPUs. They work with --device cpu."
 )
+_NO_UPDATE_OF_FRONTS = "This works with one front only: restart the service without --api-server-count."
 _KEEP_ALIVE_S = 60  # between a client's requests; with less, pooled clients meet closed connections
 
 
@@ -127,6 +132,7 @@ class HttpService:
         metrics: Metrics,
         kept: Path,
         secret: str,
+        seat: Seat | None = None,
         environment: Mapping[str, str] = os.environ,
     ) -> None:
         """Build the application.
@@ -134,10 +140,13 @@ class HttpService:
         Args:
             kept: Folder that outlives this process, for answers kept for retries, and for files without --files-dir.
             secret: A secret that all fronts of a service share.
+            seat: The place of this front among several; None if it is the only one.
 
         Raises:
             OptionsError: The folder for files is unusable.
         """
+        if seat is not None:
+            options = share_of(options, seat)
         self._ranks, self._journal, self._metrics = ranks, journal, metrics
         self.events = EventLog()
         pools = options.pools_among(ranks.num_ranks)
@@ -146,7 +155,7 @@ class HttpService:
             self,
             folder=kept / "weights" if options.http.weights_dir is None else Path(options.http.weights_dir),
             model_type=_model_type(Path(options.model)),
-            why_impossible=_NO_UPDATE if options.device == "cuda" else None,
+            why_impossible=_why_no_update(options),
             why_not_now=self._why_asleep,
             on_served=self._forget_routes,
             events=self.events,
@@ -161,7 +170,12 @@ class HttpService:
         for pool in pools:
             self._make_pool(pool)
         self._is_draining = False
-        router = ROUTERS[options.routing_policy](ranks.num_ranks, prefill_threshold=options.prefill_threshold)
+        self.leads = seat is None or seat.leads
+        router = ROUTERS[options.routing_policy](
+            ranks.num_ranks,
+            prefill_threshold=options.prefill_threshold,
+            shared=None if seat is None else seat.board,
+        )
         self._moves = Moves(router, ranks, journal, events=self.events)
         self._roles = PoolRoles(pools, router, self._moves, self.events, is_auto=options.pool_roles == "auto")
         engine = options.engine
@@ -188,10 +202,24 @@ class HttpService:
             who_asks=asker_of_exchange,
             label_of=self.weights.label_of,
             adapters=self.adapters,
+            shared=None if seat is None else seat.board,
         )
-        self.pausing, self._weight_group = Pausing(self.requests), WeightGroup()
+        self.pausing, self._weight_group = (
+            Pausing(self.requests, why_impossible=None if seat is None else _NO_UPDATE_OF_FRONTS),
+            WeightGroup(),
+        )
+        self.fronts = (
+            None
+            if seat is None
+            else FrontOfSeveral(
+                seat, ranks=ranks, router=router, requests=self.requests, moves=self._moves, journal=journal,
+                metrics=metrics, events=self.events, decisions=self._decisions,
+            )
+        )  # fmt: skip
+        self._router = router
+        self._all_requests = self.requests if self.fronts is None else self.fronts.all_requests
         self.sleep_mode = SleepMode(
-            self.requests,
+            self._all_requests,
             ranks,
             members=self._serving_ranks,
             why_impossible=_NO_SLEEP if options.device == "cuda" else None,
@@ -214,12 +242,19 @@ class HttpService:
         metrics.add(MembershipMetrics(self._epochs, journal, self._num_parked, name, are_named=are_named))
         version = version_of("wideep") or "0+unknown"  # an uninstalled checkout
         self._traces = Traces.to(options.log.otlp_endpoint, service_version=version)
+        self._left_runs = LeftRuns(kept / self._own_folder("background"))
         answering = [
             chat_routes(self.model, self.requests),
             completion_routes(self.model, self.requests),
-            responses_routes(self.model, self.requests, are_several=lambda: keys.are_several),
+            responses_routes(
+                self.model,
+                self.requests,
+                are_several=lambda: keys.are_several,
+                new_id=new_response_id if self.fronts is None else self.fronts.owners.new_response_id,
+                left=self._left_runs,
+            ),
         ]
-        batching = self._batching(options.http, files, answering, version, clock)
+        batching = self._batching(options.http, files, answering, version, clock) if self.leads else []
         app = build_app(
             [*answering, *batching, *self._routers(options, metrics, version, environment)],
             version=version,
@@ -227,11 +262,23 @@ class HttpService:
             http=options.http,
             own_names=_own_names(options.host),
             observers=_observers(options, metrics, self._traces),
-            answer_once=lambda app: IdempotentAnswers(
-                app, KeptAnswers(_made(kept / "answers"), clock=clock), secret
-            ),
+            answer_once=lambda app: self._answer_once(app, kept, secret, clock),
         )
         self._server = _Server(_server_config(app, options.http), _bound(options.http))
+        self._inner = None  # for the other fronts
+        if self.fronts is not None:
+            inner = HttpOptions(forwarded_allow_ips=("*",))  # to see the client's address
+            self._inner = _Server(_server_config(inner_app(app), inner), _bound(inner))
+
+    def _answer_once(self, app: ASGIApp, kept: Path, secret: str, clock: SteadyClock) -> ASGIApp:
+        """Return the layer that answers requests with an Idempotency-Key, at the front that the key belongs to."""
+        answers = KeptAnswers(_made(kept / self._own_folder("answers")), clock=clock)
+        once = IdempotentAnswers(app, answers, secret)
+        return once if self.fronts is None else self.fronts.forwarding(once)
+
+    def _own_folder(self, name: str) -> str:
+        """Return the name of a folder in which each front keeps what its replacement needs."""
+        return name if self.leads or self.fronts is None else f"{name}-{self.fronts.owners.number}"
 
     def _make_pool(self, pool: Pool) -> PoolFront:
         made = PoolFront(
@@ -272,7 +319,7 @@ class HttpService:
         """Return the routes of files and batches. Batch lines call the routes in `answering`, without a key."""
         batches = BatchStore(files.directory / "batches", clock=clock)
         files.is_read = lambda file_id: batches.reader_of(file_id) is not None
-        room = LinePlaces(self._num_places, lambda: self.requests.num_unbounded)
+        room = LinePlaces(self._num_places, self._num_unbounded)
         endpoints = build_app(
             answering,
             version=version,
@@ -309,11 +356,15 @@ class HttpService:
                 weight_version=lambda: self.weights.label_of(None),
             ),
             placement_routes(self._placements, options.engine.eplb_config),
-            ops_routes(version, metrics, self.why_not_ready),
+            ops_routes(
+                version,
+                metrics if self.fronts is None else self.fronts.service_metrics(),
+                self.why_not_ready,
+            ),
             membership_routes(
                 self._epochs,
-                self._journal,
-                self._num_parked,
+                self._num_replayed,
+                self._num_parked if self.fronts is None else self.fronts.num_parked,
                 self.events,
                 metrics.tiers,
                 self._moves.drains,
@@ -322,7 +373,7 @@ class HttpService:
             ),
             rank_routes(self._moves, self.why_not_ready),
             pool_routes(self._roles, self.why_not_ready),
-            sleep_routes(self.sleep_mode, lambda: self.requests.num_open),
+            sleep_routes(self.sleep_mode, lambda: self._all_requests.num_open),
             weight_routes(self.weights, self.pausing, self.requests, self._weight_group),
             adapter_routes(self.adapters),
             dashboard_routes(),
@@ -337,19 +388,27 @@ class HttpService:
 
     async def serve(self, listener: socket.socket) -> None:
         """Serve HTTP on a bound socket until `stop` is called."""
-        tasks = [asyncio.create_task(self._keep_ticking()), asyncio.create_task(self._batch_runs.serve())]
+        tasks = [asyncio.create_task(self._keep_ticking()), asyncio.create_task(self._left_runs.resume())]
+        if self.leads:
+            tasks.append(asyncio.create_task(self._batch_runs.serve()))
         if self.model.images is not None:
             tasks.append(asyncio.create_task(self.model.images.encoder.start()))
-        if self._options.enable_eplb:
+        if self._options.enable_eplb and self.leads:
             self._balancing = [asyncio.create_task(_keep_balancing(each.placement)) for each in self.pools]
         starting = asyncio.create_task(self._start_adapters())
         tasks.append(starting)
+        serving = [self._server.serve(sockets=[listener])]
+        if self.fronts is not None and self._inner is not None:
+            tasks.append(asyncio.create_task(self.fronts.keep_looking()))
+            serving.append(self._inner.serve(sockets=[self.fronts.bind_inner()]))
         try:
-            await self._server.serve(sockets=[listener])
+            await asyncio.gather(*serving)
             if starting.done():
                 starting.result()  # raises if an adapter of the start cannot be served
         finally:
             tasks += self._balancing
+            if self.fronts is not None:
+                await self.fronts.close()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -375,30 +434,54 @@ class HttpService:
         """Sample the throughput, and log it unless disabled. Let the roles of pools follow the load."""
         while True:
             await asyncio.sleep(EVERY_S)
-            self._throughput.tick(logs=self._options.log.stats)
-            self._roles.balance()
+            self._throughput.tick(logs=self._options.log.stats and self.leads)
+            if self.fronts is not None:
+                self.fronts.exchange_speed()
+            if self.leads:
+                self._roles.balance()
 
     async def drain(self) -> None:
         """Turn /health to 503, refuse new requests, and wait for the open ones to end."""
         self._is_draining = True
         self.requests.refuse(draining())
         await self.requests.wait_until_empty()
+        if self.fronts is not None:
+            await self.fronts.finish()
 
     def stop(self, grace_s: float = _GRACE_S) -> None:
         """Make `serve` return soon: accept no connections, and allow `grace_s` for responses being sent.
 
         May be called again with a shorter time.
         """
-        self._server.config.timeout_graceful_shutdown = math.ceil(grace_s)
-        self._server.force_exit = self._server.should_exit and grace_s == 0
-        self._server.should_exit = True
+        for server in (self._server, self._inner):
+            if server is not None:
+                server.config.timeout_graceful_shutdown = math.ceil(grace_s)
+                server.force_exit = server.should_exit and grace_s == 0
+                server.should_exit = True
 
     def _num_parked(self) -> int:
         return self.requests.num_parked
 
+    def _num_unbounded(self) -> int:
+        return self.requests.num_unbounded if self.fronts is None else self.fronts.num_unbounded()
+
+    def _num_replayed(self) -> int:
+        return self._journal.num_replayed if self.fronts is None else self.fronts.num_replayed()
+
     def _forget_prefixes(self) -> None:
         self._ranks.forget_prefixes()
-        self.requests.forget_prefixes()
+        self._all_requests.forget_prefixes()
+
+    def _decisions(self) -> ServiceState:
+        """Return the state of the service that the other fronts follow. This front leads."""
+        return state_of(
+            self._ranks,
+            self._router,
+            pools={each.pool.name: each.pool for each in self.pools},
+            roles=self._roles.roles,
+            why_not_ready=self._why_not_serving(),
+            sleep_level=self.sleep_mode.state.level,
+        )
 
     def _serving_ranks(self) -> tuple[int, ...] | None:
         """Return the members of all pools, or None while one of them regroups."""
@@ -429,11 +512,26 @@ class HttpService:
         return self._why_asleep() or self.weights.why_no_moves()
 
     def _why_refused(self) -> str | None:
-        return (
+        """Return why requests are refused now, or None if they are accepted."""
+        fronts = self.fronts
+        if fronts is not None and fronts.following is not None:
+            return fronts.following.why_not_ready()
+        if fronts is not None and fronts.leading is not None and fronts.leading.is_resuming:
+            return (
+                self.sleep_mode.why_not_ready()
+            )  # requests wait for the ranks, because the other fronts serve
+        return self._why_not_serving()
+
+    def _why_not_serving(self) -> str | None:
+        """Return why the service does not serve. This front leads, or is the only one."""
+        reason = (
             why_service_not_ready(self._epochs)
             or self.sleep_mode.why_not_ready()
             or self.adapters.why_not_ready()
         )
+        if reason is None and self.fronts is not None and self.fronts.leading is not None:
+            return self.fronts.leading.why_not_ready()
+        return reason
 
     def why_not_ready(self) -> str | None:
         """Return why the service is not ready, or None if it is."""
@@ -551,6 +649,12 @@ def warn_of_unknown_calls(options: Options, template: TemplateFacts) -> None:
         )
 
 
+def _why_no_update(options: Options) -> str | None:
+    if options.api_server_count > 1:
+        return _NO_UPDATE_OF_FRONTS
+    return _NO_UPDATE if options.device == "cuda" else None
+
+
 def _file_store(http: HttpOptions, keys: ApiKeys, kept: Path, clock: SteadyClock) -> FileStore:
     directory = kept / "files" if http.files_dir is None else Path(http.files_dir)
     return FileStore(
@@ -592,6 +696,11 @@ def _image_input(options: Options, sight: Sight, tokenizer: Tokenizer, files: Fi
     images = options.images
 
     async def read_file(file_id: str, where: str) -> bytes:
+        if options.api_server_count > 1:  # the leading front has the files
+            raise bad_request(
+                f"{where}: several fronts (--api-server-count) cannot take images by file_id. Send a data URL.",
+                where,
+            )
         found = files.find(file_id, owner_of_exchange(), where)
         if found.num_bytes > images.most_bytes:
             raise bad_request(

@@ -65,8 +65,11 @@ class Next(Enum):
 class RestartPolicy:
     """Decides what follows the end of a rank's front or engine. `status` is the exit status, or the negative number of a signal."""
 
-    def __init__(self, *, max_restarts: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.front = RestartBudget(max_restarts=max_restarts, clock=clock)
+    def __init__(
+        self, *, max_restarts: int, num_fronts: int = 1, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        # Fronts share their restarts, because the same request may kill one after the other.
+        self.front = RestartBudget(max_restarts=max_restarts * num_fronts, clock=clock)
         self.engine = RestartBudget(max_restarts=max_restarts, clock=clock)
         self.has_served = False  # any engine of this rank
         self.drained_s: float | None = None  # deadline of the drain, on the clock

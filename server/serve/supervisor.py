@@ -1,4 +1,4 @@
-"""Run one rank's engine and, on one node, the front: start them, wait for events, restart them, stop them.
+"""Run one rank's engine and, on one node, the fronts: start them, wait for events, restart them, stop them.
 
 The supervisor never touches a device and never imports torch, so it outlives its engine. It waits on descriptors only: stop
 signals, the pidfds of its parent and children, and the pipes on which the children report.
@@ -6,7 +6,8 @@ signals, the pidfds of its parent and children, and the pipes on which the child
 An engine that fails after it has served is restarted, up to a budget; then the service continues without this rank. If an
 engine fails before serving, the service ends: the cause (a flag, too little memory) would remain. A front that is killed
 after ranks have served is restarted with the same ports and token. The service ends if a front exits by itself, or if an
-engine exits with status 0, which only the front requests. `restarts` makes these decisions.
+engine exits with status 0, which only the front requests. `restarts` makes these decisions. Of several fronts
+(`--api-server-count`), the first one leads. The others start when it has bound its port, and the engine when all are bound.
 
 Each engine leaves a waiting copy of itself (`spare`) that replaces it, because importing torch again takes seconds.
 
@@ -40,7 +41,7 @@ from server.serve.child_messages import (
     Ready,
     ServiceAddress,
     SupervisorState,
-    encode,
+    announcement,
 )
 from server.serve.children import (
     DRAIN_SIGNAL,
@@ -97,13 +98,16 @@ class Supervisor:
             "GRPC_VERBOSITY": environment.get("GRPC_VERBOSITY", "NONE"),
         }
         self._selector = selectors.DefaultSelector()
-        self._front: Child | None = None
+        self._fronts: dict[int, Child] = {}  # by number
+        self._addresses: dict[int, FrontAddresses] = {}  # of fronts, until all are bound
         self._engine: Child | None = None
         self._spare: Spare | None = None  # of the current engine
         self._front_host = ""
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._announced = ""  # the front's addresses, as JSON
-        self._policy = RestartPolicy(max_restarts=options.max_rank_restarts)
+        self._announced = ""  # the fronts' addresses, as JSON
+        self._policy = RestartPolicy(
+            max_restarts=options.max_rank_restarts, num_fronts=options.api_server_count
+        )
         self._ended_s: float | None = None  # time.monotonic() of the previous engine's end, during a restart
         self._http = ""
         self.has_lost_front = False
@@ -153,12 +157,17 @@ class Supervisor:
             if front_host is None:
                 self._start_engine()
             else:
-                self._start_front(front_host)
-                if self._announced:  # by the front of the previous supervisor
+                self._front_host = front_host
+                # Addresses were announced by the fronts of the previous supervisor.
+                for number in range(self._options.api_server_count if self._announced else 1):
+                    self._start_front(number)
+                if self._announced:
                     self._start_engine()
             return self._wait(stop_signals.fd)
         finally:
-            stop_children([each for each in (self._front, self._engine) if each], grace_s=STOP_GRACE_S)
+            stop_children(
+                [*self._fronts.values(), *([self._engine] if self._engine else [])], grace_s=STOP_GRACE_S
+            )
             if self._spare is not None:
                 self._spare.close()
             self._selector.close()
@@ -211,29 +220,35 @@ class Supervisor:
         is_gentle = len(numbers) == 1 and numbers[0] in gentle and timeout_s > 0
         if not is_gentle or self._policy.drained_s is not None or not self._policy.has_served:
             return 0
-        if self._front is None:
-            if not self._is_serving:  # the front does not know this engine and would not stop it
-                return 0
-        else:  # the front stops the engines when it ends
-            self._front.process.terminate()
+        # The front on another node does not know an engine that starts, and would not stop it.
+        if not self._fronts and not self._is_serving:
+            return 0
+        for front in self._fronts.values():  # the leading one stops the engines when all have ended
+            front.process.terminate()
         self._policy.drained_s = time.monotonic() + timeout_s + DRAIN_GRACE_S
         return None
 
     def _watch(self, fd: int, callback: Callable[[], int | None]) -> None:
         self._selector.register(fd, selectors.EVENT_READ, callback)
 
-    def _start_front(self, host: str) -> None:
-        pipe = MessagePipe()
+    def _start_front(self, number: int) -> None:
+        pipe, is_only = MessagePipe(), self._options.api_server_count == 1
         extra = {KEPT_VARIABLE: self._make_folder(), **self._front_variable()}
         ranks, fd = str(self._place.world_size), str(pipe.child_fd)
-        flags = ("--ranks", ranks, "--ready-fd", fd, "--ranks-host", host)
+        flags = ("--ranks", ranks, "--ready-fd", fd, "--ranks-host", self._front_host)
+        name = "the front" if is_only else f"front {number}"
         front = self._start(
-            "the front", self._commands.front, flags, extra, (pipe.child_fd,), stop_signal=END_NOW_SIGNAL
+            name,
+            self._commands.front,
+            flags if is_only else (*flags, "--front-number", str(number)),
+            extra,
+            (pipe.child_fd,),
+            stop_signal=END_NOW_SIGNAL,
         )
         pipe.close_child_end()
-        self._front, self._front_host = front, host
-        self._watch(front.pidfd, lambda: self._on_front_end(front))
-        self._watch(pipe.fd, lambda: self._read(pipe, "the front"))
+        self._fronts[number] = front
+        self._watch(front.pidfd, lambda: self._on_front_end(number, front))
+        self._watch(pipe.fd, lambda: self._read(pipe, name, number))
 
     def _start_engine(self) -> None:
         """Start the rank's engine: wake the spare of the last one, or start a new process."""
@@ -261,7 +276,10 @@ class Supervisor:
         self._watch(pipe.fd, read)
 
     def _front_variable(self) -> dict[str, str]:
-        return {FRONT_VARIABLE: self._announced} if self._announced else {}
+        announced = self._announced
+        if not announced and 0 in self._addresses:  # for the other fronts
+            announced = announcement([self._addresses[0]])
+        return {FRONT_VARIABLE: announced} if announced else {}
 
     def _wake_spare(self, name: str, order: StartOrder, fds: tuple[int, ...]) -> Child | None:
         if self._spare is None:
@@ -294,18 +312,23 @@ class Supervisor:
             return 0
         return self._fail(describe_end(child))
 
-    def _on_front_end(self, front: Child) -> int | None:
-        """Restart a front that was killed. Otherwise end the service."""
+    def _on_front_end(self, number: int, front: Child) -> int | None:
+        """Restart a front that was killed. Otherwise end the service, if it is the last one or has failed."""
         ending, allowed = describe_end(front), self._policy.front.describe()
-        follows = self._policy.after_front(front.process.wait())
+        status = front.process.wait()
+        follows = self._policy.after_front(status)
         if follows is Next.EXHAUSTED:
             return self._fail(f"{ending}; not restarting it (already restarted {allowed})")
-        if follows is not Next.RESTART:
+        is_drained = status == 0 and self._policy.drained_s is not None and len(self._fronts) > 1
+        if follows is not Next.RESTART and not is_drained:
             return self._on_end(front)
-        say(f"wideep: {ending}; restarting it (at most {allowed}). Answers in progress are lost", error=True)
         self._selector.unregister(front.pidfd)
         os.close(front.pidfd)
-        self._start_front(self._front_host)
+        del self._fronts[number]
+        if follows is Next.RESTART:
+            lost = "Answers in progress" if self._options.api_server_count == 1 else "Its answers"
+            say(f"wideep: {ending}; restarting it (at most {allowed}). {lost} are lost", error=True)
+            self._start_front(number)
         return None
 
     def _on_engine_end(self, engine: Child, read: Callable[[], int | None]) -> int | None:
@@ -313,9 +336,9 @@ class Supervisor:
         read()  # its last messages: it may have served briefly
         ending = self._describe_end_of(engine)
         self._watchdog = None
-        front = self._front
-        if front is not None and has_ended(front) and not self._policy.may_front_return(front.process.wait()):
-            return self._on_end(front)  # the cause
+        for front in self._fronts.values():
+            if has_ended(front) and not self._policy.may_front_return(front.process.wait()):
+                return self._on_end(front)  # the cause
         follows = self._policy.after_engine(engine.process.wait())
         if follows is Next.LEAVE:
             self.has_lost_front = True
@@ -327,7 +350,7 @@ class Supervisor:
         self._engine, self._is_serving = None, False
         if follows is Next.STOPPING:
             say(f"wideep: {ending}; the service is stopping", error=True)
-            return None if front is not None else 0
+            return None if self._fronts else 0
         allowed = self._policy.engine.describe()
         if follows is Next.EXHAUSTED:
             return self._give_up(f"{ending}; not restarting it (already restarted {allowed})")
@@ -368,7 +391,7 @@ class Supervisor:
             write_absence(Path(path), self._place.rank, text)
         return None
 
-    def _read(self, pipe: MessagePipe, name: str) -> int | None:
+    def _read(self, pipe: MessagePipe, name: str, number: int = 0) -> int | None:
         """Handle a child's messages. The end of the pipe is not handled: the child's end is."""
         if pipe.at_end:  # another event has closed it
             return None
@@ -380,21 +403,23 @@ class Supervisor:
             self._selector.unregister(pipe.fd)
             pipe.close()
         for message in messages:
-            self._on_message(message)
+            self._on_message(message, number)
         return None
 
     def _reap_orphans(self) -> None:
         """Reap ended orphans of a killed front. We adopt orphans because of the engines' spares."""
-        ours = frozenset(child.process.pid for child in (self._front, self._engine) if child)
+        children = (*self._fronts.values(), *([self._engine] if self._engine else []))
+        ours = frozenset(child.process.pid for child in children)
         for pid in ended_children(spared=ours):
             if self._spare is None or pid != self._spare.pid:
                 os.waitpid(pid, 0)
 
-    def _on_message(self, message: FromChild) -> None:
+    def _on_message(self, message: FromChild, number: int) -> None:
+        """Handle a child's message; of a front, with its number."""
         match message:
             case FrontAddresses():
                 self._reap_orphans()
-                self._on_front_addresses(message)
+                self._on_front_addresses(message, number)
             case ServiceAddress(http):
                 self._http = http
             case CacheBytes(num_bytes):
@@ -409,13 +434,18 @@ class Supervisor:
             case _:
                 assert_never(message)
 
-    def _on_front_addresses(self, addresses: FrontAddresses) -> None:
+    def _on_front_addresses(self, addresses: FrontAddresses, number: int) -> None:
         if self._announced:
             return  # a replacement front reuses the first one's ports and token
-        self._announced = encode(addresses)
-        if self._options.uds is None:  # a replacement front binds the same port
+        self._addresses[number] = addresses
+        num_fronts = self._options.api_server_count
+        if self._options.uds is None:  # the other fronts and replacements bind the same port
             self._keep_port(int(addresses.http.rpartition(":")[2]))
-        self._start_engine()
+        for other in range(1, num_fronts) if number == 0 else ():
+            self._start_front(other)
+        if len(self._addresses) == num_fronts:
+            self._announced = announcement([self._addresses[each] for each in range(num_fronts)])
+            self._start_engine()
 
     def _describe_service(self) -> str:
         if self._options.has_own_pool:

@@ -7,28 +7,33 @@ ranks work here; the other fields are WideEP's. There are no instructions to app
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import APIRouter
 from starlette.responses import PlainTextResponse, Response
 
 from server.front import errors
 from server.front.events import EventLog
-from server.front.journal import Journal
 from server.front.membership import Epochs, Phase
 from server.front.moves import Drain
 from server.front.sleep_mode import SleepMode
 from server.http.errors import ErrorResponse
 from server.http.json_writer import json_response
 from server.http.observability import metrics
-from server.http.observability.metrics import Metrics
 from server.http.observability.throughput import Throughput
 from server.http.observability.tiers import TierTotals
 from server.http.routes import new_router
 from server.options.pools import Role
 
 
-def ops_routes(version: str, registry: Metrics, why_not_ready: Callable[[], str | None]) -> APIRouter:
+class MetricsText(Protocol):
+    """Metrics that can be scraped: of one front, or of the whole service."""
+
+    async def text(self) -> bytes:
+        """Return everything in Prometheus' text format."""
+
+
+def ops_routes(version: str, registry: MetricsText, why_not_ready: Callable[[], str | None]) -> APIRouter:
     """Return the routes.
 
     Args:
@@ -86,7 +91,7 @@ SCHEMA_VERSION = 1
 
 def membership_routes(
     pools: Mapping[str, Epochs],
-    journal: Journal,
+    num_replayed: Callable[[], int],
     num_parked: Callable[[], int],
     events: EventLog,
     tiers: TierTotals,
@@ -105,7 +110,7 @@ def membership_routes(
         level, is_waking, seconds = sleep_mode.state
         sleep = {"level": level, "waking": is_waking, "seconds": round(seconds, 3)}
         told = {"sleep": sleep, "tiers": tiers.to_json(), "events": events.to_json()}
-        return {**status, **_requests(journal, num_parked()), **told}
+        return {**status, "replays": num_replayed(), "waiting_requests": num_parked(), **told}
 
     router.add_api_route("/v1/fault_tolerance/status", show_status, methods=["GET"], response_model=None)
     return router
@@ -179,10 +184,6 @@ def _pool(name: str, role: Role, epochs: Epochs) -> dict[str, Any]:
         "epoch": epochs.number,
         "members": list(epochs.members),
     }
-
-
-def _requests(journal: Journal, num_parked: int) -> dict[str, int]:
-    return {"replays": journal.num_replayed, "waiting_requests": num_parked}
 
 
 def _engine(epochs: Epochs, rank: int) -> dict[str, Any]:

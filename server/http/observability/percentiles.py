@@ -7,6 +7,7 @@ Times are counted in logarithmic buckets, 8 per doubling, so a percentile is acc
 
 import math
 from collections import Counter, deque
+from collections.abc import Mapping
 
 _PER_DOUBLING = 8
 _LEAST_S = 1e-5
@@ -23,10 +24,16 @@ class WindowedPercentiles:
         """Count a time `count` times."""
         self._running[round(_PER_DOUBLING * math.log2(max(seconds, _LEAST_S)))] += count
 
-    def turn(self) -> None:
-        """Begin another period."""
-        self._ended.append(self._running)
+    def note_buckets(self, counts: Mapping[int, int]) -> None:
+        """Add the counts that `turn` returned elsewhere."""
+        self._running.update(counts)
+
+    def turn(self) -> Counter[int]:
+        """Begin another period. Returns the counts of the last one, by bucket; do not change them."""
+        ended = self._running
+        self._ended.append(ended)
         self._running = Counter()
+        return ended
 
     def of(self, *shares: float) -> tuple[float | None, ...]:
         """Return the percentiles in seconds, or None for each if nothing was counted.

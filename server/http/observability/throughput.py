@@ -16,6 +16,7 @@ from server.http.observability.percentiles import WindowedPercentiles
 from server.http.observability.series import EVERY_S, Series
 from server.link.messages import RankFacts
 
+_OF_FRONT = ("prompt_tokens", "output_tokens", "refused", "busy", "failed")  # counted by each front
 WINDOW_S = 10.0  # for rates, and between log lines
 _LOG = logging.getLogger("wideep.throughput")
 
@@ -46,6 +47,21 @@ class Speed(NamedTuple):
     refused_per_s: float = 0.0  # HTTP answers with 4xx except 429
     busy_per_s: float = 0.0  # 429
     failed_per_s: float = 0.0  # 5xx
+
+
+class PeriodOfFront(NamedTuple):
+    """What the requests of one front added to the figures between two calls of `Throughput.tick`."""
+
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    refused: int = 0
+    busy: int = 0
+    failed: int = 0
+    first_tokens_s: tuple[float, ...] = ()  # latencies of first tokens
+    # Buckets of `WindowedPercentiles`, with their counts.
+    ttft: Mapping[int, int] = {}
+    itl: Mapping[int, int] = {}
+    e2e: Mapping[int, int] = {}
 
 
 class _Counts(NamedTuple):
@@ -93,6 +109,7 @@ class Throughput:
         self._facts: dict[int, tuple[RankFacts, float]] = {}
         periods = round(WINDOW_S / EVERY_S)
         self._ttft, self._itl, self._e2e = (WindowedPercentiles(periods) for _ in range(3))
+        self.last_period = PeriodOfFront()  # the one that the last `tick` ended
 
     def note_first_token(self, ttft_s: float, *, num_prompt_tokens: int) -> None:
         """Record a choice's first token."""
@@ -109,6 +126,14 @@ class Throughput:
     def note_end(self, e2e_s: float) -> None:
         """Record a choice's end."""
         self._e2e.note(e2e_s)
+
+    def note_elsewhere(self, period: PeriodOfFront) -> None:
+        """Add what the requests of another front added there."""
+        now, now_s = self._now, self._clock()
+        self._now = now._replace(**{name: getattr(now, name) + getattr(period, name) for name in _OF_FRONT})
+        self._first_tokens.extend((now_s, wait_s) for wait_s in period.first_tokens_s)
+        for times, buckets in ((self._ttft, period.ttft), (self._itl, period.itl), (self._e2e, period.e2e)):
+            times.note_buckets(buckets)
 
     def note_status(self, status: int) -> None:
         """Record the status of an HTTP answer."""
@@ -156,15 +181,21 @@ class Throughput:
 
     def tick(self, *, logs: bool = True) -> None:
         """Add a point to the series. With `logs`, also write the line if its time has come and there was traffic."""
-        now_s = self._clock()
+        now_s, last = self._clock(), self._before[-1]
         self._now = self._now._replace(at_s=now_s)
         while len(self._before) > 1 and self._before[1].at_s <= now_s - WINDOW_S:
             self._before.popleft()
         while self._first_tokens and self._first_tokens[0][0] < now_s - WINDOW_S:
             self._first_tokens.popleft()
         speed = self.speed()
-        for times in (self._ttft, self._itl, self._e2e):
-            times.turn()
+        grown = {name: getattr(self._now, name) - getattr(last, name) for name in _OF_FRONT}
+        self.last_period = PeriodOfFront(
+            **grown,
+            first_tokens_s=tuple(wait_s for at_s, wait_s in self._first_tokens if at_s >= last.at_s),
+            ttft=self._ttft.turn(),
+            itl=self._itl.turn(),
+            e2e=self._e2e.turn(),
+        )
         self._before.append(self._now)
         self._series.note(self._calendar(), speed)
         if now_s - self._line_s >= WINDOW_S - EVERY_S / 2:

@@ -221,7 +221,7 @@ _PARALLEL = (
         values="--data-parallel-rank/-dpn --data-parallel-supervisor-port --dp-supervisor-probe-interval-s "
         "--dp-supervisor-probe-timeout-s --dp-supervisor-probe-failure-threshold",
     ),
-    *harmless("one process serves HTTP for all ranks", values="--api-server-count/-asc --renderer-num-workers"),
+    *harmless("each front tokenizes for its own clients", values="--renderer-num-workers"),
     *harmless("HTTP always has a separate process", switches="--disable-frontend-multiprocessing"),
     *harmless(
         "experts are always spread over the ranks", fits=of(True), switches="--enable-expert-parallel/-ep",
@@ -428,7 +428,7 @@ SAME_AS_VLLM = (
     "--hf-overrides --generation-config --override-generation-config --config --served-model-name --host --port --uds --api-key "
     "--ssl-certfile --ssl-keyfile --root-path --allowed-origins --allowed-methods --allowed-headers --allow-credentials "
     "--shutdown-timeout --chat-template --tokenizer-mode --tool-call-parser --reasoning-parser --enable-per-request-metrics "
-    "--data-parallel-size -dp --enable-eplb --eplb-config --all2all-backend --distributed-timeout-seconds "
+    "--api-server-count -asc --data-parallel-size -dp --enable-eplb --eplb-config --all2all-backend --distributed-timeout-seconds "
     "--gpu-memory-utilization --kv-cache-memory-bytes --kv-cache-dtype --kv-offloading-size --enable-prefix-caching --mamba-cache-mode --max-num-seqs "
     "--max-num-batched-tokens --max-num-queued-reqs --scheduling-policy --enforce-eager --log-level --uvicorn-log-level --enable-log-requests "
     "--disable-uvicorn-access-log --disable-access-log-for-endpoints --otlp-traces-endpoint --disable-log-stats "

@@ -97,6 +97,7 @@ def problems_at_start(
     checks = [
         check_open_files(machine, options, num_served_ranks or num_ranks),
         check_shared_memory(machine, num_gpus=num_ranks if on_gpus else 0),
+        check_fronts(options, usable_cores()),
     ]
     if has_other_nodes:
         checks += check_network(machine, has_gpus=on_gpus, has_other_nodes=True)
@@ -277,6 +278,17 @@ def check_open_files(machine: Machine, options: Options, num_ranks: int) -> Chec
     return warning(
         "open files", f"limit {limit:,}, but {requests:,} concurrent requests need about {needed:,}",
         f"ulimit -n {1 << (needed - 1).bit_length()}, or a smaller --max-num-seqs",
+    )  # fmt: skip
+
+
+def check_fronts(options: Options, num_cores: int) -> Check:
+    """Check that each front can have a core."""
+    num_fronts = options.api_server_count
+    found = f"{num_fronts} on {num_cores} core{'s' if num_cores > 1 else ''}"
+    if num_fronts <= max(1, num_cores):
+        return ok("fronts", found)
+    return warning(
+        "fronts", f"{found}, so they slow each other down", f"--api-server-count {max(1, num_cores)} or less"
     )  # fmt: skip
 
 

@@ -92,7 +92,7 @@ def test_sentences_name_flags_that_there_are() -> None:
         ),
         (["--data-parallel-start-rank=0"], "--data-parallel-start-rank 0 has no effect"),
         (["--data-parallel-backend", "mp"], "--data-parallel-backend mp has no effect"),
-        (["--api-server-count", "4"], "--api-server-count 4 has no effect: one process"),
+        (["--renderer-num-workers", "4"], "--renderer-num-workers 4 has no effect: each front"),
         (["--enable-chunked-prefill"], "--enable-chunked-prefill has no effect: prompts"),
         (["--no-async-scheduling"], "--no-async-scheduling has no effect"),
         (["--kv-cache-dtype", "fp8_e4m3"], "--kv-cache-dtype fp8_e4m3 means fp8 here: e4m3 is the only"),

@@ -279,6 +279,13 @@ def test_the_served_name_of_a_directory_is_its_last_part(
         (["--join=head:0"], "--join is 'head:0'; give HOST:PORT"),
         (["--join=head:\u00b2"], "--join is 'head:\u00b2'; give HOST:PORT"),
         (["--uds=" + "s" * 108], "; give a path of at most 107 bytes, folders included"),
+        (["--api-server-count=0"], "--api-server-count is 0; it must be at least 1"),
+        (["--api-server-count=all"], "--api-server-count is 'all'; it must be a whole number"),
+        (["-asc=2", "--uds=s"], "--uds does not work with --api-server-count 2"),
+        (
+            ["--api-server-count=3", "--max-connections-per-address=5"],
+            "--max-connections-per-address does not work with --api-server-count 3",
+        ),
         (["--ssl-keyfile=x"], "--ssl-keyfile needs a certificate"),
         (["--ssl-certfile=/no/cert"], "--ssl-certfile is '/no/cert', which is not a file"),
         (["--disable-access-log-for-endpoints=health"], "has 'health'; give paths such as"),

@@ -17,7 +17,7 @@ from server.serve.store.rendezvous import Place
 
 STUBS = (
     "_own_store", "address_elsewhere", "check_nodes_together", "PrefixStore", "StoreDoorbell", "_join", "_tell_decisions",
-    "FrontStream", "_peer_network",
+    "front_stream", "_peer_network",
 )  # fmt: skip
 
 

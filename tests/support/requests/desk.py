@@ -19,6 +19,7 @@ from server.front.journal import Journal
 from server.front.moves import Moves
 from server.front.requests import Requests
 from server.front.router import Router
+from server.front.several.board import Board
 from server.http.observability.metrics import Metrics
 from server.link.messages import Abort, Expect
 from server.options.pools import PREFILL_THRESHOLD
@@ -70,9 +71,10 @@ class Desk:
         num_ranks: int = 2,
         decoder: Decoder | None = None,
         prefill_threshold: int = PREFILL_THRESHOLD,
+        shared: Board | None = None,
     ) -> None:
         self.ranks, self.journal = StubRanks(), Journal()
-        self.router = Router(num_ranks, prefill_threshold=prefill_threshold)
+        self.router = Router(num_ranks, prefill_threshold=prefill_threshold, shared=shared)
         self.moves = Moves(self.router, self.ranks, self.journal)  # type: ignore[arg-type]
         self.metrics = Metrics("m", num_ranks)
         self.why_not_ready: str | None = None
@@ -88,6 +90,7 @@ class Desk:
             admission=Admission(most_open),
             why_not_ready=lambda: self.why_not_ready,
             who_asks=lambda: self.asker,
+            shared=shared,
         )
 
     def open(

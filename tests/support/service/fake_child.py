@@ -1,10 +1,11 @@
 """Stand-in for an engine or a front: `fake_child.py engine|front --options JSON FLAGS...`, without torch or a model.
 
 It writes its pid, arguments and environment to ROLE-RANK.json in $FAKE_DIRECTORY, reports what the real process reports, and
-waits for SIGTERM, or END_NOW_SIGNAL for a front. FAKE_STUBBORN=1 makes it ignore both. FAKE_EXIT=ROLE-RANK:STATUS makes that
-process exit with STATUS at once; FAKE_EXIT_AGAIN does so only after a restart. SIGUSR2 ends an engine like the loss of its
-front. FAKE_FRONT_CHILD=1 gives a front a child that dies with it, like the checker of structures, and writes its pid to
-front-RANK.child. FAKE_STOPS_WHEN_READY=1 stops an engine between its readiness and its first heartbeat, on its first start only.
+waits for SIGTERM, or END_NOW_SIGNAL for a front. Of several fronts, all but the first add their number to the file's name.
+FAKE_STUBBORN=1 makes it ignore both. FAKE_EXIT=ROLE-RANK:STATUS makes that process exit with STATUS at once; FAKE_EXIT_AGAIN
+does so only after a restart. SIGUSR2 ends an engine like the loss of its front. FAKE_FRONT_CHILD=1 gives a front a child that
+dies with it, like the checker of structures, and writes its pid to front-RANK.child. FAKE_STOPS_WHEN_READY=1 stops an engine
+between its readiness and its first heartbeat, on its first start only.
 Engines leave spares like real ones.
 """
 
@@ -54,10 +55,18 @@ class _Health(BaseHTTPRequestHandler):
         """Log nothing."""
 
 
-def _serve(port: int, ready_fd: int) -> None:
-    server = HTTPServer(("127.0.0.1", port), _Health)
-    http = f"http://127.0.0.1:{server.server_port}"
-    os.write(ready_fd, json.dumps({"http": http, "ranks_address": "x:1", "token": "t"}).encode() + b"\n")
+class _Server(HTTPServer):
+    allow_reuse_port = True  # of several fronts
+
+
+def _serve(port: int, ready_fd: int, number: int) -> None:
+    server = _Server(("127.0.0.1", port), _Health)
+    told = {
+        "http": f"http://127.0.0.1:{server.server_port}",
+        "ranks_address": f"x:{1 + number}",
+        "token": "t",
+    }
+    os.write(ready_fd, json.dumps(told).encode() + b"\n")
     server.serve_forever()
 
 
@@ -108,9 +117,10 @@ def main() -> None:
     parser.add_argument("role")
     parser.add_argument("--options", type=json.loads, default={})
     parser.add_argument("--ready-fd", type=int)
+    parser.add_argument("--front-number", type=int, default=0)
     args, _ = parser.parse_known_args()
     stubborn = os.environ.get("FAKE_STUBBORN") == "1"
-    name = f"{args.role}-{os.environ['RANK']}"
+    name = f"{args.role}-{os.environ['RANK']}" + (f"-{args.front_number}" if args.front_number else "")
     for number in (signal.SIGTERM, END_NOW_SIGNAL if args.role == "front" else signal.SIGINT):
         signal.signal(number, signal.SIG_IGN if stubborn else _end(name))
     if args.role == "engine":
@@ -131,7 +141,7 @@ def main() -> None:
             child = subprocess.Popen(["sleep", "600"], preexec_fn=lambda: die_with_parent(parent_pid=pid))
             partial.write_text(str(child.pid))
             partial.rename(partial.with_suffix(".child"))
-        _serve(args.options.get("port", 0), args.ready_fd)
+        _serve(args.options.get("port", 0), args.ready_fd, args.front_number)
     else:
         _report_ready(loading)
 

@@ -9,7 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -43,6 +44,7 @@ class FrontProcess:
         num_ranks: int = 2,
         max_len: int = MAX_LEN,
         log: Path | None = None,
+        environment: Mapping[str, str] | None = None,
         **how: Any,
     ) -> None:
         """Start the front. Its standard output goes to `log` if given. `how` configures its ranks (`FakeRank`)."""
@@ -59,7 +61,13 @@ class FrontProcess:
         with contextlib.ExitStack() as files:
             out = None if log is None else files.enter_context(log.open("w"))
             self.process = subprocess.Popen(
-                command, pass_fds=(write_fd,), stdout=out, stderr=subprocess.PIPE, text=True, cwd=model
+                command,
+                pass_fds=(write_fd,),
+                stdout=out,
+                stderr=subprocess.PIPE,
+                text=True,
+                cwd=model,
+                env={**os.environ, **(environment or {})},
             )
         os.close(write_fd)
         with os.fdopen(read_fd) as ready:
@@ -83,12 +91,14 @@ class FrontProcess:
         num_restarts: int = 0,
         world_size: int | None = None,
         loaded: Placement | None = None,
+        served: Served | None = None,
     ) -> FakeRank:
         """Attach one rank, which knows all scripts.
 
         Args:
             world_size: Number of ranks that it knows; that of the start by default.
             loaded: The placement of a rank that joins.
+            served: The state for a front that replaces another.
         """
         fake = FakeRank(
             rank,
@@ -102,6 +112,7 @@ class FrontProcess:
             **self._how,
         )
         fake.scripts.update(self._scripts)
+        fake.link._facts = replace(fake.link._facts, served=served)
         self.ranks.append(fake.open())
         return fake
 

@@ -1,5 +1,6 @@
 """/v1/responses: create, retrieve, delete and cancel responses, and count a prompt's tokens."""
 
+import asyncio
 import contextlib
 import uuid
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from server.api.blocks import DraftChunks, DraftStream, complete
 from server.api.chat_turn import ChatTurn
 from server.api.openai.responses.answer import ResponseDraft
 from server.api.openai.responses.kept import BackgroundRun, BackgroundRuns, Following, ResponseStore
+from server.api.openai.responses.left_runs import LeftRun, LeftRuns
 from server.api.openai.responses.request import (
     OWN_NAMES,
     ResponsesRequest,
@@ -26,11 +28,13 @@ from server.api.openai.responses.text_logprobs import TextLogprobs
 from server.api.schemas import ChatMessage
 from server.api.served import ServedModel
 from server.api.tokenize import count_tokens
-from server.front.errors import bad_request, named_by
+from server.front.errors import ApiError, bad_request, named_by
 from server.front.requests import Requests
 from server.http.exchanges import owner_of_exchange
 from server.http.json_writer import json_response
 from server.http.routes import STREAM_RESPONSE, new_router
+
+_RETRY_S = 0.1  # while the service is not ready
 
 
 class _Parts(NamedTuple):
@@ -40,18 +44,33 @@ class _Parts(NamedTuple):
     requests: Requests
     store: ResponseStore
     runs: BackgroundRuns
+    new_id: Callable[[], str]
+    left: LeftRuns | None
+
+
+def new_response_id() -> str:
+    """Return an id for a response."""
+    return f"resp_{uuid.uuid4().hex}"
 
 
 def responses_routes(
-    model: ServedModel, requests: Requests, are_several: Callable[[], bool] = lambda: False
+    model: ServedModel,
+    requests: Requests,
+    are_several: Callable[[], bool] = lambda: False,
+    new_id: Callable[[], str] = new_response_id,
+    left: LeftRuns | None = None,
 ) -> APIRouter:
     """Return the endpoint's routes.
 
     Args:
         are_several: Returns whether several API keys share the stored responses.
+        new_id: Returns an id for a response. Of several fronts, each chooses ids that name it.
+        left: Files of background runs, for a front that replaces this one; None keeps none.
     """
     router = new_router()
-    parts = _Parts(model, requests, ResponseStore(), BackgroundRuns(are_several=are_several))
+    parts = _Parts(model, requests, ResponseStore(), BackgroundRuns(are_several=are_several), new_id, left)
+    if left is not None:
+        left.run_again = lambda run: _run_again(run, parts)
 
     @router.post("/v1/responses", response_model=None, responses=STREAM_RESPONSE)
     async def create_response(body: ResponsesRequest, http: HttpRequest) -> Response:
@@ -101,33 +120,85 @@ async def _create(body: ResponsesRequest, http: HttpRequest, parts: _Parts) -> R
 
 
 async def _create_in(body: ResponsesRequest, name: str, http: HttpRequest, parts: _Parts) -> Response:
-    model, store, owner = parts.model, parts.store, owner_of_exchange()
-    history = _history(body, store)
-    request_id = f"resp_{uuid.uuid4().hex}"
+    owner, history = owner_of_exchange(), _history(body, parts.store)
+    request_id = parts.new_id()
     with named_by(OWN_NAMES):
         turn = await ChatTurn.open(
-            chat_request(body, history), model, parts.requests, request_id=request_id, cut_to_fit=True
+            chat_request(body, history), parts.model, parts.requests, request_id=request_id, cut_to_fit=True
         )
     draft = _draft(body, name, turn)
-
-    def keep() -> None:
-        if body.store is not False:
-            store.put(draft.response, [*history, *items_to_messages(draft.response["output"])], owner)
-
-    def keep_whole() -> None:
-        if store.has(request_id):  # it may have been deleted in the meantime
-            keep()
-
     if body.background:
-        run = BackgroundRun(turn.answer, DraftChunks(turn.parser(0), draft), draft, owner)
-        keep()
-        parts.runs.start(run, on_end=keep_whole)
+        run = _start(body, turn, draft, history, owner, parts)
         return Following(run, 0) if body.stream else json_response(draft.response)
-    chunks = DraftChunks(turn.parser(0), draft, on_end=keep)
+    chunks = DraftChunks(
+        turn.parser(0), draft, on_end=lambda: _keep(body, draft, history, owner, parts.store)
+    )
     if body.stream:
         return DraftStream(turn.answer, chunks)
     await complete(turn.answer, chunks, http)
     return json_response(draft.response)
+
+
+def _keep(
+    body: ResponsesRequest, draft: ResponseDraft, history: list[ChatMessage], owner: str, store: ResponseStore
+) -> None:
+    if body.store is not False:
+        store.put(draft.response, [*history, *items_to_messages(draft.response["output"])], owner)
+
+
+def _start(
+    body: ResponsesRequest,
+    turn: ChatTurn,
+    draft: ResponseDraft,
+    history: list[ChatMessage],
+    owner: str,
+    parts: _Parts,
+) -> BackgroundRun:
+    """Start a background run, and keep it for a front that replaces this one."""
+    response_id, store, left = draft.response["id"], parts.store, parts.left
+    run = BackgroundRun(turn.answer, DraftChunks(turn.parser(0), draft), draft, owner)
+
+    def end() -> None:
+        if left is not None:
+            left.forget(response_id)
+        if store.has(response_id):  # it may have been deleted in the meantime
+            _keep(body, draft, history, owner, store)
+
+    _keep(body, draft, history, owner, store)
+    if left is not None:
+        seed = turn.answer.generations[0].ask.request.params.seed
+        request = body.model_dump(mode="json", exclude_unset=True) | {"seed": (seed + 2**63) % 2**64 - 2**63}
+        left.note(LeftRun(draft.response, request, history, owner))
+    parts.runs.start(run, on_end=end)
+    return run
+
+
+async def _run_again(left: LeftRun, parts: _Parts) -> None:
+    """Run a background response again that an earlier front had begun. Wait until the service is ready."""
+    body, response_id = ResponsesRequest.model_validate(left.body), left.response["id"]
+    parts.store.put(left.response, left.messages, left.owner)
+    while parts.store.has(response_id):  # until it is deleted
+        try:
+            turn = await ChatTurn.open(
+                chat_request(body, left.messages),
+                parts.model,
+                parts.requests,
+                request_id=response_id,
+                cut_to_fit=True,
+            )
+        except ApiError as failure:
+            if failure.status in (429, 503):
+                await asyncio.sleep(_RETRY_S)
+                continue
+            error = {"code": "server_error", "message": failure.message}
+            parts.store.put({**left.response, "status": "failed", "error": error}, left.messages, left.owner)
+            break
+        draft = _draft(body, parts.model.check_name(body.model), turn)
+        draft.response["created_at"] = left.response["created_at"]
+        _start(body, turn, draft, left.messages, left.owner, parts)
+        return
+    if parts.left is not None:
+        parts.left.forget(response_id)
 
 
 async def _cancel(response_id: str, parts: _Parts) -> Response:

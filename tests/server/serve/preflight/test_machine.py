@@ -284,6 +284,14 @@ def test_a_start_says_only_what_is_wrong(machine: Machine) -> None:
     assert "set GLOO_SOCKET_IFNAME=eth0 (10.0.0.7) on this node" in several[1].sentence
 
 
+def test_more_fronts_than_cores_are_a_warning() -> None:
+    assert doctor.check_fronts(options(), 1).status is CheckStatus.OK
+    assert doctor.check_fronts(replace(options(), api_server_count=2), 2).status is CheckStatus.OK
+    check = doctor.check_fronts(replace(options(), api_server_count=3), 2)
+    assert check.status is CheckStatus.WARNING
+    assert check.sentence == "3 on 2 cores, so they slow each other down: --api-server-count 2 or less"
+
+
 def test_a_models_files_and_its_memory_at_n_ranks_are_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,168 @@
+"""The counts that the fronts of one service share: a row of numbers for each front, in a file that all of them map.
+
+Each front writes its own row and reads all rows, so routing, limits and fairness see every request of the service, although no
+front sends a message for it. A number is written at once (8 aligned bytes). Two fronts that read at the same moment may
+both take the last place, so limits are exact to one request of each other front.
+
+The row of a killed front stays until its replacement clears it, which it does before its slow imports. Rejected: messages
+between the fronts, which are late by their interval and cost the more, the more requests there are.
+"""
+
+import hashlib
+import os
+import zlib
+from enum import IntEnum
+from pathlib import Path
+
+import numpy as np
+
+from server.front.loads import LoadCounts
+from server.front.prefixes import PrefixMemory
+from server.front.several.shared_prefixes import SharedPrefixes, shared_numbers
+
+NUM_KEY_PLACES = 4096  # for the open choices by API key; keys that share a place share a limit
+_NUM_SESSIONS = 1 << 16  # a session takes the place of an older one with the same place
+
+
+class Cell(IntEnum):
+    """The single numbers of a row."""
+
+    PID = 0
+    APPLIED = 1  # the newest state of the service that the front has applied
+    IS_READY = 2  # it has links to all ranks, or had
+    IS_DONE = 3  # it ends, and has no open request
+    NUM_OPEN = 4  # accepted choices without an outcome
+    NUM_ANSWERS = 5  # requests of clients that are being answered
+    NUM_PARKED = 6  # choices that wait for a rank to return
+    NUM_REPLAYED = 7
+    NUM_CUT_OFF = 8  # choices that earlier processes of this front had open when they were killed
+
+
+_SECTIONS = LoadCounts._fields
+_VERSION = 0  # cell of the first row, which belongs to no front
+
+
+class Board:
+    """The rows of all fronts."""
+
+    def __init__(self, path: Path, *, number: int, num_fronts: int, num_ranks: int) -> None:
+        """Map the file, which is created if it is missing.
+
+        Args:
+            number: The number of this process's front.
+        """
+        self.number, self.num_fronts = number, num_fronts
+        num_columns = len(Cell) + len(_SECTIONS) * num_ranks + NUM_KEY_PLACES
+        rows = shared_numbers(path, 1 + num_fronts, num_columns)
+        self._head, self._rows = rows[0], rows[1:]
+        self._own = self._rows[number]
+        first = len(Cell)
+        self._all_loads = self._rows[:, first : first + len(_SECTIONS) * num_ranks]
+        self._key_rows = self._rows[:, first + len(_SECTIONS) * num_ranks :]
+        self._num_ranks = num_ranks
+        self.prefixes: PrefixMemory = SharedPrefixes(path.with_name("prefixes"), num_ranks)
+        # A digest and a rank for each place.
+        self._sessions = shared_numbers(path.with_name("sessions"), _NUM_SESSIONS, 2)
+        # This front's share of the ranks' loads, which it changes in place.
+        self.own_loads = LoadCounts(*self._all_loads[number].reshape(len(_SECTIONS), num_ranks))
+
+    def begin(self) -> int:
+        """Take over this front's row. Returns the number of choices that a killed process of this front had open."""
+        cut_off = 0 if self._own[Cell.IS_DONE] else int(self._own[Cell.NUM_OPEN])
+        num_cut_off, num_replayed = self._own[Cell.NUM_CUT_OFF] + cut_off, self._own[Cell.NUM_REPLAYED]
+        self._own[:] = 0
+        self._own[Cell.NUM_CUT_OFF], self._own[Cell.NUM_REPLAYED] = num_cut_off, num_replayed
+        self._own[Cell.PID] = os.getpid()
+        return cut_off
+
+    @property
+    def version(self) -> int:
+        """The number of the newest state of the service."""
+        return int(self._head[_VERSION])
+
+    @version.setter
+    def version(self, version: int) -> None:
+        self._head[_VERSION] = version
+
+    def set(self, cell: Cell, value: int) -> None:
+        """Set a number of this front's row."""
+        self._own[cell] = value
+
+    def read(self, cell: Cell, number: int) -> int:
+        """Return a number of a front."""
+        return int(self._rows[number, cell])
+
+    def total(self, cell: Cell) -> int:
+        """Return a number's sum over all fronts."""
+        return int(self._rows[:, cell].sum())
+
+    def of_others(self, cell: Cell) -> int:
+        """Return a number's sum over the other fronts."""
+        return self.total(cell) - int(self._own[cell])
+
+    def loads(self) -> LoadCounts:
+        """Return the ranks' loads, summed over all fronts."""
+        return LoadCounts(*self._all_loads.sum(axis=0).reshape(len(_SECTIONS), self._num_ranks))
+
+    @property
+    def num_open(self) -> int:
+        """Accepted choices without an outcome, of all fronts."""
+        return self.total(Cell.NUM_OPEN)
+
+    @property
+    def num_answers(self) -> int:
+        """Requests of clients that are being answered, by all fronts."""
+        return self.total(Cell.NUM_ANSWERS)
+
+    def count_answer(self, by: int) -> None:
+        """Count an answer that begins, or with -1 one that ends."""
+        self._own[Cell.NUM_ANSWERS] += by
+
+    def count_choice(self, key_id: str, by: int) -> None:
+        """Count an accepted choice of an API key, or with -1 one that has its outcome."""
+        self._own[Cell.NUM_OPEN] += by
+        self._key_rows[self.number, _place(key_id)] += by
+
+    def num_of_key(self, key_id: str) -> int:
+        """Return the number of open choices of an API key."""
+        return int(self._key_rows[:, _place(key_id)].sum())
+
+    def num_keys(self, key_id: str) -> int:
+        """Return the number of API keys with open choices, including this one."""
+        counts = self._key_rows.sum(axis=0)
+        return int(np.count_nonzero(counts)) + (not counts[_place(key_id)])
+
+    def rank_of_session(self, session: str) -> int | None:
+        """Return the rank of a session's last request, or None if it is not known."""
+        digest = _digest(session)
+        known, rank = self._sessions[digest % _NUM_SESSIONS].tolist()
+        return rank if known == digest else None
+
+    def bind_session(self, session: str, rank: int) -> None:
+        """Record the rank of a session's last request, at any front."""
+        digest = _digest(session)
+        self._sessions[digest % _NUM_SESSIONS] = digest, rank
+
+    def others(self) -> list[int]:
+        """Return the numbers of the other fronts."""
+        return [number for number in range(self.num_fronts) if number != self.number]
+
+    def is_running(self, number: int) -> bool:
+        """Return whether a front's process runs and may still have requests."""
+        pid = self.read(Cell.PID, number)
+        if not pid or self.read(Cell.IS_DONE, number):
+            return False
+        try:
+            os.kill(pid, 0)
+        except OSError:  # it has ended, or another user's process has its number
+            return False
+        return True
+
+
+def _digest(session: str) -> int:
+    """Return a number above 0 that is the same in every process."""
+    return int.from_bytes(hashlib.blake2b(session.encode(), digest_size=7).digest()) + 1
+
+
+def _place(key_id: str) -> int:
+    return zlib.crc32(key_id.encode()) % NUM_KEY_PLACES

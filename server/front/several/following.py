@@ -1,0 +1,112 @@
+"""A front that follows the decisions of the leading one, with its own requests, router and links to ranks."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from server.front.loads import RankLoads
+from server.front.moves import Moves
+from server.front.requests import Requests
+from server.front.several.board import Board, Cell
+from server.front.several.service_state import ServiceState
+from server.link.messages import RankFacts
+from server.link.ranks import Ranks
+from server.options.pools import Role
+
+_DROPPED = "the leading front has dropped it"
+
+
+class FollowingFront:
+    """Applies the published state of the service to this front's requests and router."""
+
+    def __init__(
+        self,
+        board: Board,
+        folder: Path,
+        *,
+        ranks: Ranks,
+        router: RankLoads,
+        requests: Requests,
+        moves: Moves,
+        on_level: Callable[[int], None],
+    ) -> None:
+        """Args: on_level is called with the level of sleep whenever it may have changed."""
+        self._board, self._folder = board, folder
+        self._ranks, self._router, self._requests, self._moves = ranks, router, requests, moves
+        self._on_level = on_level
+        self._entered: set[int] = set()  # ranks that requests are routed to
+        self._is_linked = False  # all ranks have attached to this front
+        self._state: ServiceState | None = None
+        for rank in range(ranks.num_ranks):
+            router.keep_out(rank)
+
+    def why_not_ready(self) -> str | None:
+        """Return why this front refuses requests, or None if it accepts them."""
+        if self._state is None:
+            return "waiting for the front that leads the service"
+        if self._state.why_not_ready:
+            return self._state.why_not_ready
+        return None if self._entered else "waiting for a rank to connect to this front"
+
+    def attach(self, facts: RankFacts) -> None:
+        """Take a rank that has attached to this front."""
+        self._requests.note_rank(facts)
+        self._enter_serving()
+
+    def lose(self, rank: int) -> None:
+        """Move the requests of a lost rank to other ranks."""
+        self._entered.discard(rank)
+        self._requests.leave([rank])
+
+    def look(self) -> None:
+        """Apply the newest state if it has changed."""
+        if not self._is_linked and len(self._ranks.attached) == self._ranks.num_ranks:
+            self._is_linked = True
+            self._board.set(Cell.IS_READY, 1)
+        version = self._board.version
+        if version == self._board.read(Cell.APPLIED, self._board.number):
+            return
+        state = ServiceState.read(self._folder)
+        if state is not None:
+            self._apply(state)
+            self._board.set(Cell.APPLIED, version)
+
+    def _apply(self, state: ServiceState) -> None:
+        before, self._state = self._state, state
+        for rank, num_restarts in state.given_up:
+            stream = self._ranks.attached.get(rank)
+            if stream is not None and stream.facts.num_restarts <= num_restarts:
+                self._ranks.give_up(rank, _DROPPED)  # which calls `lose`
+        self._enter_serving()
+        for rank, role in enumerate(state.roles):
+            self._router.set_role(rank, Role(role))
+        if before is not None and state.num_aborts > before.num_aborts:
+            self._requests.abort_all()
+        if before is not None and state.num_forgets > before.num_forgets:
+            self._requests.forget_prefixes()
+        self._follow_sleep(before, state)
+        self._moves.look(is_urgent=True)
+
+    def _follow_sleep(self, before: ServiceState | None, state: ServiceState) -> None:
+        self._on_level(state.sleep_level)
+        was_paused = before is not None and before.is_paused
+        if state.is_paused and not was_paused:
+            self._requests.pause()
+        elif was_paused and not state.is_paused:
+            self._requests.resume()
+
+    def _enter_serving(self) -> None:
+        """Route requests to serving ranks that have attached here. A rank leaves only when its link ends: until then it has
+        its requests, also while it meets the others in a new epoch."""
+        state, attached = self._state, self._ranks.attached
+        if state is None:
+            return
+        for rank, num_restarts in state.serving:
+            stream = attached.get(rank)
+            if stream is not None and stream.facts.num_restarts == num_restarts and rank not in self._entered:
+                self._entered.add(rank)
+                self._requests.enter(rank)
+        for rank in self._entered:
+            if rank in state.draining and not self._router.is_draining(rank):
+                self._router.drain(rank)
+            elif rank not in state.draining:
+                self._router.undrain(rank)

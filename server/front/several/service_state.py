@@ -1,0 +1,55 @@
+"""The state of the service that the leading front publishes and the other fronts follow: a file, and its number on the board.
+
+A file outlives the front that leads, so the other fronts continue to serve while it is restarted.
+"""
+
+import json
+from pathlib import Path
+from typing import NamedTuple, Self
+
+from server.front.several.board import Board
+
+_NAME = "service.json"
+
+
+class EngineOfRank(NamedTuple):
+    """One engine of a rank: an engine that was restarted has another number of restarts."""
+
+    rank: int
+    num_restarts: int
+
+
+class ServiceState(NamedTuple):
+    """What every front must know of the service."""
+
+    serving: tuple[EngineOfRank, ...] = ()  # engines that get requests
+    given_up: tuple[EngineOfRank, ...] = ()  # the newest engine of each rank that the leading front dropped
+    draining: tuple[int, ...] = ()  # ranks
+    roles: tuple[str, ...] = ()  # by rank
+    why_not_ready: str = ""  # why requests are refused; "" if they are accepted
+    sleep_level: int = 0
+    is_paused: bool = False  # requests are kept until the service wakes
+    # These only grow: how often all requests were aborted, and prefixes were forgotten.
+    num_aborts: int = 0
+    num_forgets: int = 0
+
+    @classmethod
+    def read(cls, folder: Path) -> Self | None:
+        """Return the newest state in the folder of the fronts. Returns None before the first one."""
+        try:
+            fields = json.loads((folder / _NAME).read_text())
+        except FileNotFoundError:
+            return None
+        serving, given_up = (
+            tuple(EngineOfRank(*each) for each in fields.pop(name)) for name in ("serving", "given_up")
+        )
+        draining, roles = tuple(fields.pop("draining")), tuple(fields.pop("roles"))
+        return cls(serving, given_up, draining, roles, **fields)
+
+    def publish(self, folder: Path, board: Board) -> int:
+        """Replace the file, and return the state's number."""
+        partial_path = folder / f"{_NAME}.partial"
+        partial_path.write_text(json.dumps(self._asdict()))
+        partial_path.replace(folder / _NAME)
+        board.version += 1
+        return board.version

@@ -1,0 +1,138 @@
+"""The counts that fronts share: what one writes, all read, and a killed front's row is cleared by its replacement."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scheduler.policy.request import FinishReason
+from server.front.errors import ApiError
+from server.front.generations import Asker
+from server.front.several.board import Board, Cell
+from tests.support.requests.desk import Desk
+
+
+def boards(folder: Path, num_fronts: int = 2) -> list[Board]:
+    made = [
+        Board(folder / "board", number=each, num_fronts=num_fronts, num_ranks=3) for each in range(num_fronts)
+    ]
+    for board in made:
+        board.begin()
+    return made
+
+
+def test_every_front_sees_the_sum_of_all_rows(tmp_path: Path) -> None:
+    first, second = boards(tmp_path)
+    first.own_loads.outstanding[1] += 5
+    second.own_loads.outstanding[1] += 7
+    second.own_loads.num_open[2] += 1
+    for board in (first, second):
+        assert board.loads().outstanding.tolist() == [0, 12, 0]
+        assert board.loads().num_open.tolist() == [0, 0, 1]
+    assert first.own_loads.outstanding.tolist() == [0, 5, 0]
+    second.set(Cell.NUM_PARKED, 4)
+    assert (
+        first.read(Cell.NUM_PARKED, 1),
+        first.of_others(Cell.NUM_PARKED),
+        second.of_others(Cell.NUM_PARKED),
+    ) == (4, 4, 0)
+
+
+def test_keys_are_counted_over_all_fronts(tmp_path: Path) -> None:
+    first, second = boards(tmp_path)
+    first.count_choice("a", 1)
+    second.count_choice("a", 1)
+    second.count_choice("b", 1)
+    assert (first.num_open, first.num_of_key("a"), first.num_of_key("c")) == (3, 2, 0)
+    assert (first.num_keys("a"), first.num_keys("c")) == (2, 3)
+    second.count_choice("b", -1)
+    assert (first.num_open, first.num_keys("a")) == (2, 1)
+
+
+def test_a_replacement_clears_the_row_and_reports_the_choices_that_were_cut_off(tmp_path: Path) -> None:
+    first, second = boards(tmp_path)
+    for _ in range(3):
+        second.count_choice("a", 1)
+    second.own_loads.outstanding[0] += 9
+    again = Board(tmp_path / "board", number=1, num_fronts=2, num_ranks=3)
+    assert again.begin() == 3
+    assert (first.num_open, first.num_keys("b")) == (0, 1)
+    assert not first.loads().outstanding.any()
+    assert first.read(Cell.NUM_CUT_OFF, 1) == 3
+    again.set(Cell.IS_DONE, 1)
+    assert Board(tmp_path / "board", number=1, num_fronts=2, num_ranks=3).begin() == 0, "it ended in order"
+
+
+def test_a_front_runs_until_it_is_done_or_its_process_ends(tmp_path: Path) -> None:
+    first, second = boards(tmp_path)
+    assert first.is_running(1)
+    second.set(Cell.IS_DONE, 1)
+    assert not first.is_running(1)
+    second.begin()
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    second.set(Cell.PID, child.pid)
+    assert first.is_running(1)
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    assert not first.is_running(1)
+
+
+@pytest.mark.parametrize("num_fronts", [1, 2, 4])
+def test_fronts_route_like_one_front_with_all_their_requests(tmp_path: Path, num_fronts: int) -> None:
+    """The oracle is one router that gets every request."""
+    shared = boards(tmp_path, num_fronts)
+    desks = [Desk(num_ranks=3, shared=board) for board in shared]
+    alone = Desk(num_ranks=3)
+    for number in range(24):
+        prompt = tuple(range(number, 1 + number + number * 7 % 40))
+        name = str(number)
+        desk = desks[number % num_fronts]
+        desk.open(name, prompt_ids=prompt)
+        alone.open(name, prompt_ids=prompt)
+        assert desk.rank_of(name) == alone.rank_of(name)
+        if number % 3 == 0:
+            desk.deliver(name, "ab")
+            alone.deliver(name, "ab")
+    assert shared[0].loads().outstanding.tolist() == list(alone.router.outstanding_tokens)
+    assert shared[0].loads().prompt_tokens.sum() == sum(
+        load.prompt_tokens for load in alone.router._loads.values()
+    )
+
+
+def test_a_session_keeps_its_rank_at_every_front(tmp_path: Path) -> None:
+    first, second = (Desk(num_ranks=3, shared=board) for board in boards(tmp_path))
+    for desk in (first, second):
+        desk.asker = Asker(session="s")
+    first.open("a")
+    rank = first.rank_of("a")
+    second.open("b")
+    assert second.rank_of("b") == rank
+    second.asker = Asker(session="other")
+    second.open("c")
+    assert second.rank_of("c") != rank
+
+
+def test_the_limit_of_open_requests_counts_those_of_all_fronts(tmp_path: Path) -> None:
+    shared = boards(tmp_path)
+    first, second = (Desk(most_open=3, num_ranks=3, shared=board) for board in shared)
+    first.open("a", "b")
+    second.open("c")
+    for desk in (first, second):
+        with pytest.raises(ApiError, match="3 open requests and accepts at most 3"):
+            desk.open("d")
+    second.deliver("c", "x", FinishReason.STOP)
+    second.open("d")
+
+
+def test_a_key_with_less_than_its_share_is_admitted_by_any_front(tmp_path: Path) -> None:
+    first, second = (Desk(most_open=4, num_ranks=3, shared=board) for board in boards(tmp_path))
+    first.asker = Asker("flood")
+    first.open("a", "b", "c", "d")
+    second.asker = Asker("flood")
+    with pytest.raises(ApiError, match="4 open requests"):
+        second.open("e")
+    second.asker = Asker("other")
+    second.open("f")

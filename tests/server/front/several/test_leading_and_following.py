@@ -1,0 +1,244 @@
+"""The state that the leading front publishes, and how another front follows it."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from scheduler.policy.request import FinishReason
+from server.front.loads import MoveCause
+from server.front.several.board import Board, Cell
+from server.front.several.following import FollowingFront
+from server.front.several.leading import LeadingFront, watch_fronts
+from server.front.several.service_state import EngineOfRank, ServiceState
+from tests.support.requests.desk import Desk
+
+READY = ServiceState(serving=(EngineOfRank(0, 0), EngineOfRank(1, 0)), roles=("both", "both"))
+
+
+class Streams:
+    """The attached ranks of a front."""
+
+    num_ranks = 2
+
+    def __init__(self) -> None:
+        self.attached: dict[int, Any] = {}
+        self.dropped: list[int] = []
+        self.on_drop: Any = None
+
+    def attach(self, rank: int, num_restarts: int = 0) -> None:
+        self.attached[rank] = SimpleNamespace(facts=facts(rank, num_restarts))
+
+    def give_up(self, rank: int, _reason: str) -> None:
+        del self.attached[rank]
+        self.dropped.append(rank)
+        self.on_drop(rank)
+
+
+def facts(rank: int, num_restarts: int = 0) -> Any:
+    return SimpleNamespace(
+        rank=rank, num_restarts=num_restarts, max_num_seqs=8, block_tokens=16, max_num_batched_tokens=64, host="h", kv_peer=None
+    )  # fmt: skip
+
+
+class Fronts:
+    """A leading front and another one, with two ranks."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.boards = [Board(folder / "board", number=each, num_fronts=2, num_ranks=2) for each in range(2)]
+        for board in self.boards:
+            board.begin()
+        self.decided = READY
+        self.leader, self.other = (Desk(shared=board) for board in self.boards)
+        self.leading = self.lead()
+        self.streams = Streams()
+        self.levels: list[int] = []
+        self.following = FollowingFront(
+            self.boards[1], folder, ranks=self.streams, router=self.other.router, requests=self.other.requests,  # type: ignore[arg-type]
+            moves=self.other.moves, on_level=self.levels.append,
+        )  # fmt: skip
+        self.streams.on_drop = self.following.lose
+
+    def lead(self) -> LeadingFront:
+        return LeadingFront(self.leader.requests, self.boards[0], self.folder, lambda: self.decided)
+
+    def serve(self) -> None:
+        """Attach both ranks, and let the other front follow."""
+        for rank in range(2):
+            self.streams.attach(rank)
+            self.following.attach(facts(rank))
+        self.follow()
+
+    def follow(self) -> None:
+        self.leading.publish()
+        self.following.look()
+
+
+def test_a_front_serves_when_it_has_a_state_and_a_link_to_a_serving_rank(tmp_path: Path) -> None:
+    fronts = Fronts(tmp_path)
+    assert fronts.following.why_not_ready() == "waiting for the front that leads the service"
+    fronts.follow()
+    assert fronts.following.why_not_ready() == "waiting for a rank to connect to this front"
+    fronts.streams.attach(1)
+    fronts.following.attach(facts(1))
+    assert fronts.following.why_not_ready() is None
+    fronts.other.open("a")
+    assert fronts.other.rank_of("a") == 1, "rank 0 has no link"
+    fronts.decided = READY._replace(why_not_ready="it sleeps")
+    fronts.follow()
+    assert fronts.following.why_not_ready() == "it sleeps"
+
+
+def test_the_service_waits_once_until_every_front_has_all_ranks(tmp_path: Path) -> None:
+    fronts = Fronts(tmp_path)
+    assert fronts.leading.why_not_ready() == "waiting for front 1"
+    fronts.serve()
+    assert fronts.leading.why_not_ready() is None
+    fronts.boards[1].begin()  # a replacement
+    assert fronts.leading.why_not_ready() is None
+
+
+def test_requests_of_a_lost_rank_move_and_a_new_engine_gets_requests_when_it_serves(tmp_path: Path) -> None:
+    fronts = Fronts(tmp_path)
+    fronts.serve()
+    fronts.other.open("a")
+    rank = fronts.other.rank_of("a")
+    del fronts.streams.attached[rank]
+    fronts.following.lose(rank)
+    assert fronts.other.rank_of("a") == 1 - rank
+    fronts.streams.attach(rank, num_restarts=1)
+    fronts.following.attach(facts(rank, 1))
+    assert not fronts.other.router.is_available(rank), "it has not met the others yet"
+    fronts.decided = READY._replace(serving=(EngineOfRank(rank, 1), EngineOfRank(1 - rank, 0)))
+    fronts.follow()
+    assert fronts.other.router.is_available(rank)
+
+
+def test_a_rank_that_the_leading_front_dropped_is_dropped_here_but_not_its_next_engine(
+    tmp_path: Path,
+) -> None:
+    fronts = Fronts(tmp_path)
+    fronts.serve()
+    fronts.decided = READY._replace(serving=(EngineOfRank(1, 0),), given_up=(EngineOfRank(0, 0),))
+    fronts.follow()
+    assert fronts.streams.dropped == [0] and not fronts.other.router.is_available(0)
+    fronts.streams.attach(0, num_restarts=1)
+    fronts.following.attach(facts(0, 1))
+    fronts.decided = fronts.decided._replace(draining=(1,))
+    fronts.follow()
+    assert fronts.streams.dropped == [0]
+
+
+def test_a_rank_keeps_its_requests_while_it_meets_the_others_again(tmp_path: Path) -> None:
+    fronts = Fronts(tmp_path)
+    fronts.serve()
+    fronts.other.open("a")
+    before = list(fronts.other.ranks.submitted)
+    fronts.decided = READY._replace(serving=())
+    fronts.follow()
+    fronts.decided = READY
+    fronts.follow()
+    assert fronts.other.ranks.submitted == before
+
+
+def test_drains_and_roles_are_followed(tmp_path: Path) -> None:
+    fronts = Fronts(tmp_path)
+    fronts.serve()
+    fronts.decided = READY._replace(draining=(0,), roles=("both", "decode"))
+    fronts.follow()
+    router = fronts.other.router
+    assert router.is_draining(0) and not router.is_draining(1)
+    assert not router._runs_prompts[1] and router._runs_prompts[0]
+    fronts.decided = READY
+    fronts.follow()
+    assert not router.is_draining(0) and router._runs_prompts[1]
+
+
+def test_the_service_sleeps_when_the_requests_of_every_front_are_gone(tmp_path: Path) -> None:
+    fronts = Fronts(tmp_path)
+    fronts.serve()
+    fronts.other.open("a", "b")
+    fronts.leader.open("c")
+    assert fronts.leading.num_open == 3
+    fronts.decided = READY._replace(why_not_ready="it sleeps", sleep_level=1)
+    fronts.leading.abort_all()
+    assert fronts.leading.num_open == 2 + 1, "the other front has not applied it yet, and counts as one more"
+    fronts.following.look()
+    assert fronts.leading.num_open == 0
+    assert fronts.other.reasons() == [FinishReason.ABORT] * 2
+    assert fronts.levels[-1] == 1
+
+
+def test_kept_requests_of_every_front_leave_their_ranks_and_continue(tmp_path: Path) -> None:
+    fronts = Fronts(tmp_path)
+    fronts.serve()
+    fronts.other.open("a")
+    fronts.decided = READY._replace(why_not_ready="it sleeps", sleep_level=1)
+    fronts.leading.pause()
+    assert fronts.leading.num_at_ranks == 2
+    fronts.following.look()
+    assert [each.request_id for each in fronts.other.ranks.withdrawals] == ["a"]
+    assert fronts.leading.num_at_ranks == 1
+    fronts.other.deliver("a", is_returned=True)
+    assert fronts.leading.num_at_ranks == 0 and fronts.other.requests.num_parked == 1
+    assert fronts.other.journal.num_moved[MoveCause.SLEEP] == 1
+    fronts.decided = READY
+    fronts.leading.resume()
+    fronts.following.look()
+    assert len(fronts.other.ranks.submitted) == 2 and fronts.other.requests.num_parked == 0
+
+
+def test_prefixes_are_forgotten_everywhere(tmp_path: Path) -> None:
+    fronts = Fronts(tmp_path)
+    fronts.serve()
+    prompt = tuple(range(64))
+    fronts.other.open("a", prompt_ids=prompt)
+    assert fronts.other.router.held_tokens(prompt)
+    fronts.leading.forget_prefixes()
+    fronts.following.look()
+    assert not fronts.other.router.held_tokens(prompt)
+
+
+def test_a_replacement_of_the_leading_front_publishes_nothing_until_it_serves_again(tmp_path: Path) -> None:
+    fronts = Fronts(tmp_path)
+    fronts.serve()
+    fronts.leading.abort_all()
+    fronts.following.look()
+    fronts.boards[0].begin()
+    fronts.leading = fronts.lead()
+    fronts.decided = ServiceState(why_not_ready="waiting for ranks 0, 1")
+    fronts.follow()
+    assert fronts.following.why_not_ready() is None
+    fronts.other.open("a")
+    fronts.decided = READY
+    fronts.follow()
+    assert fronts.other.requests.num_open == 1, "the abort before is not repeated"
+    fronts.decided = READY._replace(why_not_ready="no rank is left")
+    fronts.follow()
+    assert fronts.following.why_not_ready() == "no rank is left"
+
+
+def test_a_replacement_ends_a_pause_that_its_predecessor_did_not_finish(tmp_path: Path) -> None:
+    fronts = Fronts(tmp_path)
+    fronts.serve()
+    fronts.decided = READY._replace(why_not_ready="it sleeps", sleep_level=1)
+    fronts.leading.pause()
+    fronts.following.look()
+    fronts.leading, fronts.decided = fronts.lead(), READY
+    fronts.follow()
+    assert fronts.other.router.has_ranks
+
+
+def test_a_replaced_front_is_an_event_with_the_number_of_its_lost_choices(tmp_path: Path) -> None:
+    fronts = Fronts(tmp_path)
+    events: list[tuple[str, str]] = []
+    look = watch_fronts(fronts.boards[0], lambda kind, text: events.append((kind, text)))
+    look()
+    for _ in range(3):
+        fronts.boards[1].count_choice("", 1)
+    fronts.boards[1].begin()
+    fronts.boards[1].set(Cell.PID, os.getppid())  # another process
+    look()
+    look()
+    assert events == [("front_back", "front 1 was killed with 3 open choices, and is back")]

@@ -1,0 +1,123 @@
+"""`wideep serve --api-server-count 2` with real engines: any front may be killed, and only its own connections break."""
+
+import json
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support.requests import plain_http
+from tests.support.service.real_service import RealService, write_tiny_model
+from tests.support.service.service_processes import wait_until
+
+NUM_TOKENS = 300
+BODY = {"prompt": "one two", "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
+NUM_STREAMS = 8
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealService]:
+    folder = tmp_path_factory.mktemp("fronts")
+    model = write_tiny_model(folder / "model")
+    flags = ("--data-parallel-size=2", "--threads=1", "--api-server-count=2", "--served-model-name=m")
+    with RealService.serve(model, folder / "log", *flags, "--max-rank-restarts=20") as running:
+        yield running.wait_ready()
+
+
+def ask(service: RealService, *, key: str | None = None, prompt: str = "one two") -> str:
+    """Return a streamed answer. Each call opens a connection."""
+    headers = {} if key is None else {"Idempotency-Key": key}
+    body = {"model": "m", **BODY, "prompt": prompt, "stream": True}
+    response = plain_http.post(f"{service.url}/v1/completions", json=body, headers=headers, timeout=120)
+    events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+    assert response.status_code == 200 and all("error" not in event for event in events), response.text
+    return "".join(event["choices"][0]["text"] for event in events)
+
+
+def fronts(service: RealService) -> list[int]:
+    """Return the pids of the fronts, the leading one first."""
+    found = {}
+    for pid in service.descendants():
+        words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        if "front" in words and "--front-number" in words:
+            found[int(words[words.index("--front-number") + 1])] = pid
+    return [found[number] for number in sorted(found)]
+
+
+def wait_whole(service: RealService) -> None:
+    """Wait until both fronts serve."""
+
+    def is_whole() -> bool:
+        try:
+            answers = [service.get("/health", timeout_s=10).status_code for _ in range(12)]
+        except httpx.TransportError:
+            return False
+        return len(fronts(service)) == 2 and answers == [200] * 12 and service.status()["phase"] == "serving"
+
+    wait_until(is_whole, service.output)
+
+
+def test_both_fronts_answer_with_the_same_tokens(service: RealService) -> None:
+    assert len(fronts(service)) == 2
+    with ThreadPoolExecutor(NUM_STREAMS) as threads:
+        answers = Counter(threads.map(lambda _: ask(service), range(2 * NUM_STREAMS)))
+    assert len(answers) == 1
+    lines = service.get("/metrics").text.splitlines()
+    tokens = [line for line in lines if line.startswith("vllm:generation_tokens_total{")]
+    assert sum(float(line.rsplit(" ", 1)[1]) for line in tokens) == 2 * NUM_STREAMS * NUM_TOKENS
+
+
+@pytest.mark.parametrize("number", [1, 0])
+def test_a_killed_front_breaks_only_its_connections_and_every_retry_gets_the_answer(
+    service: RealService, number: int
+) -> None:
+    wait_whole(service)
+    expected = ask(service)
+    with ThreadPoolExecutor(2 * NUM_STREAMS) as threads:
+        asked = [threads.submit(ask, service, key=f"{number}-{each}") for each in range(NUM_STREAMS)]
+        plain = [threads.submit(ask, service) for _ in range(NUM_STREAMS)]
+        wait_until(lambda: service.get("/load").json()["server_load"] > 4, service.output)
+        os.kill(fronts(service)[number], signal.SIGKILL)
+        broken = 0
+        for each in [*asked, *plain]:
+            try:
+                assert each.result(120) == expected
+            except httpx.TransportError:
+                broken += 1
+    assert broken < 2 * NUM_STREAMS, "the other front's connections last"
+    assert [ask(service, key=f"{number}-{each}") for each in range(NUM_STREAMS)] == [expected] * NUM_STREAMS
+    wait_whole(service)
+    assert ask(service, prompt="one two") == expected
+    assert service.status()["waiting_requests"] == 0
+    assert f"front {number} (pid " in service.output() and "Its answers are lost" in service.output()
+
+
+def test_a_killed_engine_is_noticed_by_both_fronts(service: RealService) -> None:
+    wait_whole(service)
+    expected = ask(service)
+    with ThreadPoolExecutor(NUM_STREAMS) as threads:
+        asked = [threads.submit(ask, service) for _ in range(NUM_STREAMS)]
+        wait_until(lambda: service.get("/load").json()["server_load"] > 2, service.output)
+        os.kill(service.engines()[1], signal.SIGKILL)
+        assert [each.result(300) for each in asked] == [expected] * NUM_STREAMS
+    wait_until(lambda: service.status()["members"] == [0, 1], service.output)
+    assert ask(service) == expected
+
+
+def test_sigterm_drains_both_fronts(service: RealService) -> None:
+    wait_whole(service)
+    expected = ask(service)
+    with ThreadPoolExecutor(NUM_STREAMS) as threads:
+        asked = [threads.submit(ask, service) for _ in range(NUM_STREAMS)]
+        wait_until(lambda: service.get("/load").json()["server_load"] == NUM_STREAMS, service.output)
+        service.processes[0].send_signal(signal.SIGTERM)
+        assert [each.result(120) for each in asked] == [expected] * NUM_STREAMS
+    assert service.wait_ended() == [0]
+    assert service.output().endswith("wideep: stopped\n")
