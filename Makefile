@@ -1,7 +1,7 @@
 # `make serve` and `make test` set up everything they need on a machine with Python 3.11 and pip.
 PYTHON ?= python3.11
-# Processes that run tests side by side, a test's file in one of them; 0 runs all in one.
-TEST_WORKERS ?= 2
+# Processes that run tests side by side, a test's file in one of them; 0 runs all in one. One more than cores, since tests wait.
+TEST_WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 8 ? cores + 1 : 8)))
 SIDE_BY_SIDE := -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 VENV := .venv
 BIN := $(VENV)/bin

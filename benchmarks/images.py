@@ -75,7 +75,10 @@ def chat(content: Sequence[Mapping[str, Any]], num_tokens: int) -> dict[str, Any
 
 def about(url: str, num_tokens: int = 1) -> dict[str, Any]:
     """Return the body of a chat about an image."""
-    parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is this?"}]
+    parts: list[dict[str, Any]] = [
+        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "text", "text": "What is this?"},
+    ]
     return chat(parts, num_tokens)
 
 

@@ -156,7 +156,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def _possible(args: argparse.Namespace) -> dict[str, Fault]:
     """Return the kinds of faults that these options permit. Print those that are left out."""
     faults = {**FAULTS, **OF_TIERS, **OF_NODES}
-    reasons = {}
+    reasons: dict[str, str] = {}
     if not args.tiers:
         reasons |= dict.fromkeys([*OF_TIERS, *OF_NODES], "the service has no tiers (--tiers)")
     elif args.nodes == 1:

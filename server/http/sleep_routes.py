@@ -24,7 +24,7 @@ Timeout = Annotated[float, Query(ge=0, le=MAX_SLEEP_S, allow_inf_nan=False)]
 class MemoryForm(BaseModel):
     """Parts of the memory, in SGLang's format. None means all."""
 
-    tags: list[Tag | Literal["cuda_graph"]] | None = Field(None, fail_fast=True)
+    tags: list[Tag | Literal["cuda_graph"]] | None = Field(default=None, fail_fast=True)
 
     @property
     def parts(self) -> Collection[str]:

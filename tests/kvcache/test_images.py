@@ -31,7 +31,7 @@ def test_keys_replace_the_tokens_of_images_only() -> None:
 
 def test_keys_differ_between_images_and_between_rows() -> None:
     ids = [7] * 20
-    keys = keyed(ids, [FIRST])[3:9] + keyed(ids, [FIRST._replace(digest="cd" * 32)])[3:9]
+    keys = [*keyed(ids, [FIRST])[3:9], *keyed(ids, [FIRST._replace(digest="cd" * 32)])[3:9]]
     assert len(set(keys)) == 12
     assert keyed(ids, [FIRST._replace(start=5)])[5:11] == keys[:6], "keys do not depend on the place"
 

@@ -121,19 +121,6 @@ def test_streams_go_on_without_a_gap_and_the_rank_comes_back(service: RealServic
     assert all(after[rank] > before[rank] for rank in range(NUM_RANKS)), "the restarted rank serves again"
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "deepseek_v32"])
-def test_streams_of_recurrent_and_sparse_models_go_on_when_a_rank_dies(family: str, tmp_path: Path) -> None:
-    model = write_tiny_model(tmp_path / "tiny", family)
-    with RealService.serve(model, tmp_path / "output.txt", f"-dp={NUM_RANKS}") as service:
-        service.wait_ready()
-        expected = [each.said for each in stream_all(service.url, bodies(1))]
-        streams = stream_all(service.url, bodies(1), pieces=PIECES, then=lambda: kill(service, 1))
-        assert [each.said for each in streams] == expected
-        wait_until_whole(service)
-        assert [each.said for each in stream_all(service.url, bodies(1))] == expected
-        assert ("States: " in service.output()) == (family == "qwen3_next")
-
-
 def test_streams_go_on_when_a_rank_is_stopped_and_it_is_started_again(service: RealService) -> None:
     wait_until_whole(service)
     expected = [each.said for each in stream_all(service.url, bodies())]

@@ -97,17 +97,18 @@ def computed_again(service: RealService) -> tuple[float, float]:
 @pytest.mark.parametrize(
     ("family", "flags"),
     [
-        ("qwen3_moe", ()),
         ("qwen3_moe", ("--speculative-config", NGRAM)),
-        ("deepseek_v3", ()),
-        ("gpt_oss", ()),
         ("qwen3_next", ()),
         ("deepseek_v32", ()),
     ],
 )
-def test_every_kind_of_model_answers_as_one_group_does(
+def test_every_kind_of_record_is_handed_over_and_answers_are_as_without_hand_overs(
     family: str, flags: tuple[str, ...], tmp_path: Path
 ) -> None:
+    """Blocks of heads; states; latents and indexes. All kinds of models are tested in tests/scheduler/test_tiered_answers.py.
+
+    Without hand-overs, pools answer as one group does (test_pools).
+    """
     model = write_tiny_model(tmp_path / "tiny", family)
     scored = {
         "model": "tiny", "prompt": LONG, "max_tokens": 12, "temperature": 0, "logprobs": 2, "prompt_logprobs": 1,
@@ -119,10 +120,16 @@ def test_every_kind_of_model_answers_as_one_group_does(
         return [each.said for each in streams], whole.raise_for_status().json()["choices"]
 
     length = "--max-model-len=512"
-    with RealService.serve(model, tmp_path / "plain.txt", "-dp=2", SEATS, length) as service:
-        expected = answers(service.wait_ready())
     with RealService.serve(model, tmp_path / "output.txt", *POOLS, SEATS, length, *flags) as service:
-        assert answers(service.wait_ready()) == expected
+        service.wait_ready()
+        for name in ("prefill", "decode"):
+            change(service, name, "both")
+        expected = answers(service)
+        assert handed_over(service) == 0
+        service.post("/flush_cache").raise_for_status()
+        for name in ("decode", "prefill"):
+            change(service, name, name)
+        assert answers(service) == expected
         num_choices = sum(each.get("n", 1) for each in bodies()) + 1
         assert handed_over(service) == num_choices
         num_handed_over, num_computed = computed_again(service)

@@ -157,10 +157,13 @@ def test_another_picture_gives_another_answer(service: RealService) -> None:
 
 
 def test_a_repeated_picture_is_encoded_once_and_its_prefix_is_cached(service: RealService) -> None:
-    picture, name = png(84, 84, 11), 'wideep:images_total{outcome="encoded"}'
+    name = 'wideep:images_total{outcome="encoded"}'
+    parts = [
+        png(84, 84, 11),
+        "the cat sat on the mat and on the mat " * 4,
+    ]  # the router remembers 64 tokens and more
     before = counter(service, name)
-    first = chat(service, [picture, "the cat sat on the mat and on the mat"], seed=1)
-    again = chat(service, [picture, "the cat sat on the mat and on the mat"], seed=1)
+    first, again = (chat(service, parts) for _ in range(2))
     assert counter(service, name) == before + 1
     assert tokens_of(first) == tokens_of(again)
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 9

@@ -30,5 +30,4 @@ kernels: tuple[Kernel[...], ...] = (
     LINEAR, GROUPED, GATHER, QUANTISE, ATTEND[torch.float32], CHOOSE,
     *PASSES, *latent_kernels(torch.float32), *sparse_kernels(torch.float32, torch.float32), *POOL_KERNELS, *RECURRENCE_KERNELS,
 )  # fmt: skip
-for kernel in kernels:
-    kernel.compile()
+preload.compile_in_turns(preload.lock_file("engines"), [kernel.compile for kernel in kernels])

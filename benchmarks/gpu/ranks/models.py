@@ -28,6 +28,7 @@ from transformers import (
 )
 
 from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.interpreter import patch_once
 from benchmarks.gpu.results import Setting
 from moe.load.random_checkpoint import RandomCheckpoint
 from scheduler.policy.config import EngineConfig
@@ -140,6 +141,8 @@ def engine_config(
 
     Unless `kv_cache_bytes` is given, the KV cache takes what the weights leave of the device's memory, up to 60 GiB.
     """
+    if setting.is_interpreted:
+        patch_once()
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         yield EngineConfig(

@@ -145,7 +145,7 @@ class ImageSources:
 
     async def _get(self, url: str, where: str) -> tuple[bytes | None, str]:
         """Return the content of a URL, or None and the URL that it redirects to."""
-        headers = {"Accept": "image/*", "User-Agent": "wideep"}
+        headers = [("Accept", "image/*"), ("User-Agent", "wideep")]
         limits: dict[str, Any] = {
             "timeout": dict.fromkeys(("connect", "read", "write", "pool"), self._options.fetch_timeout_s)
         }

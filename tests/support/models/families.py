@@ -170,8 +170,17 @@ SPARSE_FAMILIES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4,
         "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
         "n_routed_experts": 8,
+        "shared_experts_intermediate_size": 48,
         "head_dim": 32,
         "sliding_window": 8,
+        # Layers with a window have other sizes than layers with an index.
+        "swa_num_attention_heads": 2,
+        "swa_num_key_value_heads": 2,
+        "swa_q_lora_rank": 48,
+        "swa_kv_lora_rank": 64,
+        "swa_head_dim": 64,
+        "swa_qk_nope_head_dim": 32,
+        "swa_v_head_dim": 32,
     },
 }
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -360,7 +369,7 @@ WRAPPED_FAMILIES: dict[str, dict[str, Any]] = {
     "dots3_note": SPARSE_FAMILIES["dots3_note_text"],
     "aria": {"moe_num_experts": 8, "moe_topk": 2, "moe_num_shared_experts": 1, "intermediate_size": 32},
 }
-TOWER = {  # sizes of the image tower
+TOWER = {  # sizes of towers for images and audio
     "hidden_size": 32,
     "intermediate_size": 32,
     "num_hidden_layers": 1,
@@ -377,8 +386,17 @@ TOWER = {  # sizes of the image tower
     "per_layer_config": {},
     "mlp_layer_types": ["dense"],
     "adapter_in_dim": 32,
+    "adapter_input_size": 32,
     "adapter_out_dim": 64,
 }
+
+
+def tower_sizes(tower: PreTrainedConfig) -> dict[str, Any]:
+    """Return small sizes for those fields of a tower that set sizes."""
+    sizes = {name: size for name, size in TOWER.items() if hasattr(tower, name)}
+    if getattr(tower, "_heterogeneity_spec", None) is None:
+        sizes.pop("per_layer_config", None)
+    return sizes
 
 
 def make_config(family: str, **settings: Any) -> PreTrainedConfig:
@@ -393,18 +411,15 @@ def make_config(family: str, **settings: Any) -> PreTrainedConfig:
             **settings,
         }
         tower = default.vision_config or AutoConfig.for_model(f"{family}_vision")  # Gemma has no default
-        vision = {name: size for name, size in TOWER.items() if hasattr(tower, name)}
-        if getattr(tower, "_heterogeneity_spec", None) is None:
-            vision.pop("per_layer_config", None)
-        vision["model_type"] = tower.model_type
-        towers = {"vision_config": vision}
+        towers = {"vision_config": {**tower_sizes(tower), "model_type": tower.model_type}}
         widths = [
             name
             for name in ("out_hidden_size", "adapter_out_dim")
             if hasattr(getattr(default, "audio_config", None), name)
         ]
         if widths:
-            towers["audio_config"] = dict.fromkeys(widths, COMMON["hidden_size"])
+            sizes = tower_sizes(default.audio_config)
+            towers["audio_config"] = {**sizes, **dict.fromkeys(widths, COMMON["hidden_size"])}
         return AutoConfig.for_model(family, text_config=text, **towers)
     own = {**FAMILIES, **RECURRENT_FAMILIES, **SPARSE_FAMILIES, **DRAFTING_FAMILIES}[family]
     return AutoConfig.for_model(family, **{**COMMON, **own, **settings})
