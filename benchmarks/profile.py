@@ -53,10 +53,13 @@ class NoDoorbell:
         """Do nothing: the rank never sleeps."""
 
 
-def decode(built: Assembled, cache: PagedCache, batch: int, context: int) -> Callable[[], None]:
+def decode(
+    built: Assembled, cache: PagedCache, batch: int, context: int, *, num_adapters: int = 0
+) -> Callable[[], None]:
     """Return a function that runs one decode step of `batch` sequences with `context` tokens each.
 
-    If the model keeps states, every sequence reads one of the cache's states and writes another.
+    If the model keeps states, every sequence reads one of the cache's states and writes another. The sequences take the
+    adapters at the first `num_adapters` places in turn.
     """
     blocks = -(-context // built.runner.step.block_tokens)
     has_states = built.runner.step.has_states
@@ -66,6 +69,7 @@ def decode(built: Assembled, cache: PagedCache, batch: int, context: int) -> Cal
             1,
             range(row * blocks, (row + 1) * blocks),
             [StatePiece(2 * row, 2 * row + 1, 1)] if has_states else (),
+            adapter=row % num_adapters if num_adapters else -1,
         )
         for row in range(batch)
     ]

@@ -159,6 +159,7 @@ class Backend:
             comes after all steps launched before the call. It may be called again.
         warm_up: Compile the model's kernels before the first step. Takes the model, the cache, and a function that is
             called with the number of finished parts and their total.
+        set_threads: Change the threads of this process that run a step, while none runs. No result depends on them.
         fp8_rows: Whether rows are quantised for FP8 weights if the checkpoint's configuration does so.
     """
 
@@ -179,4 +180,5 @@ class Backend:
     finish: Callable[[PreTrainedModel, Step, list[LayerShape]], None]
     enter_thread: Callable[[], None]
     warm_up: Callable[[LoadedModel, PagedCache, Callable[[int, int], None]], None]
+    set_threads: Callable[[Step, int], None] = lambda _step, _threads: None
     fp8_rows: bool = False

@@ -53,6 +53,7 @@ class ExpertWeights(NamedTuple):
 
 
 Read = Callable[[int, ExpertWeights], None]  # reads an expert of the layer into memory
+Ready = dict[tuple[int, int], ExpertWeights]  # experts that were read into spare memory, by layer and expert
 
 
 def read_slot(layer: ExpertLayer, slot: int) -> ExpertWeights:
@@ -184,13 +185,20 @@ def num_to_read(held: Sequence[int], wanted: Sequence[int]) -> int:
 
 
 def change_slots(
-    layer: ExpertLayer, held: list[int], wanted: Sequence[int], read: Read, spare: SpareSlots, most_spare: int
+    layer: ExpertLayer,
+    held: list[int],
+    wanted: Sequence[int],
+    read: Read,
+    spare: SpareSlots,
+    most_spare: int,
+    ready: Mapping[int, ExpertWeights] | None = None,
 ) -> None:
     """Let a layer's slots hold `wanted`. On a CPU the number of slots may change. Only while no step runs.
 
     Args:
         held: Experts that the slots hold; becomes `wanted`. If a read fails it stays correct: all layers stay whole.
-        read: Called once for each expert that is not held.
+        read: Called once for each expert that is neither held nor ready.
+        ready: Wanted experts that were read into spare memory, which becomes their slots' memory. On a CPU only.
         spare: Slots are taken from and returned to it.
         most_spare: Most slots that may stay free there afterwards; the memory of others is freed.
 
@@ -206,6 +214,9 @@ def change_slots(
     for slot, (expert, source) in enumerate(zip(wanted, sources, strict=True)):
         if source is not None:
             parts.append(memory[source])
+            continue
+        if ready and expert in ready:
+            parts.append(ready[expert])
             continue
         into = _memory_for(layer, slot, free, memory, held, spare)
         if expert != EMPTY:

@@ -28,7 +28,7 @@ from kvcache.paged_cache import PagedCache
 from kvcache.step import Step
 from moe.backend import Backend, ExpertLayer
 from moe.cpu.backend import CPU
-from moe.expert_weights import ExpertWeights, Held, SpareSlots, change_slots, read_slot
+from moe.expert_weights import ExpertWeights, Held, Ready, SpareSlots, change_slots, read_slot
 from moe.families import (
     UnsupportedModelError,
     build_on_meta,
@@ -177,25 +177,43 @@ class Model:
         self._hidden_TD = self._drafted_TD = self._make_hidden()
         self._uses_cache = not mixers.lightning_modules(self.net)
 
-    def hold(self, wanted: Held, held: Held, spare: SpareSlots, most_spare: int) -> None:
+    def hold(
+        self, wanted: Held, held: Held, spare: SpareSlots, most_spare: int, ready: Ready | None = None
+    ) -> None:
         """Change the experts that this rank's slots hold, and read the missing ones. Local, while no step runs.
 
         Args:
             wanted: Experts that the slots are to hold. The number of slots may change on a CPU only.
             held: Experts that the slots hold now. Stays correct if a read fails.
             spare, most_spare: See `change_slots`.
+            ready: Experts that `read_expert` has read. Those that the slots use are removed from it.
 
         Raises:
             CheckpointError, OSError, SafetensorError: An expert could not be read.
             NoSpareSlotError, RuntimeError: There is no memory for an expert.
         """
+        ready = {} if ready is None else ready
         # Not in inference mode: the thread that moves experts could not write to such tensors.
         with torch.no_grad():
             for index, (name, module) in enumerate(self.skeleton.experts.items()):
                 read = partial(self._read_expert, name, module)
-                change_slots(self.layers[index], held[index], wanted[index], read, spare, most_spare)
+                own = {expert: weights for (layer, expert), weights in ready.items() if layer == index}
+                missing = set(wanted[index]) - set(held[index])
+                change_slots(self.layers[index], held[index], wanted[index], read, spare, most_spare, own)
+                for expert in own.keys() & missing:
+                    del ready[index, expert]
             if self.adapters is not None:
                 self.adapters.hold(wanted)
+
+    def read_expert(self, layer: int, expert: int, into: ExpertWeights) -> None:
+        """Read one expert into spare memory. Any thread, one at a time; steps may run.
+
+        Raises:
+            CheckpointError, OSError, SafetensorError: The expert could not be read.
+        """
+        name, module = list(self.skeleton.experts.items())[layer]
+        with torch.no_grad():  # as in `hold`
+            self._read_expert(name, module, expert, into)
 
     def release_experts(self, spare: SpareSlots) -> None:
         """Give back the memory of this rank's experts, and of spare slots, while no step runs. On a CPU only.

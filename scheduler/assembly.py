@@ -36,6 +36,7 @@ from scheduler.epochs.heartbeat import Heart
 from scheduler.moves.adapters import AdapterLoads
 from scheduler.moves.channel import ChannelError, NoPeers, Pace, PeerChannel, open_channel
 from scheduler.moves.expert_transfer import MovableLayer
+from scheduler.moves.read_ahead import ReadAhead
 from scheduler.moves.relocation import Relocation
 from scheduler.moves.reports import ExpertMap
 from scheduler.moves.start_placement import start_placement
@@ -93,6 +94,7 @@ class Assembled(NamedTuple):
     num_drafts: int  # most drafts per sequence and step
     kv_cache_bytes: int  # of this rank
     memory: str  # measured parts of a GPU's memory, for people; "" if nothing was measured
+    read_ahead: ReadAhead
     kv_peer: PeerAddress | None = None  # where other nodes fetch prefixes; None if they cannot
 
     @property
@@ -115,6 +117,7 @@ def assemble(
     store: Store | None = None,
     host_store: Store | None = None,
     is_joining: bool = False,
+    placement: Placement | None = None,
     available: Callable[[], int] = available_bytes,
     memory: DeviceMemory | None = None,
     network: PeerNetwork | None = None,
@@ -132,6 +135,7 @@ def assemble(
             `store`.
         is_joining: Do not meet other ranks now. The engine loads its share of weights as at a first start; `run` waits
             for an order to join an epoch. The call is then local and needs a store.
+        placement: Which share of the experts a joining rank loads, over all ranks. None: as at a first start.
         available: Returns the free memory in bytes; called before this rank takes over a lost rank's experts.
         memory: Counters of the device's memory, for tests. None: a GPU's own. With counters, the largest step runs before
             the cache is sized, unless the rank is joining.
@@ -149,7 +153,7 @@ def assemble(
     prepared = _prepare(config, memory, is_joining=is_joining)
     backend, skeleton = prepared.backend, prepared.skeleton
     length, drafter = prepared.length, prepared.drafter
-    start = _stay_alone(config, skeleton) if is_joining else _meet(config, skeleton)
+    start = _stay_alone(config, skeleton, placement) if is_joining else _meet(config, skeleton)
     placement, dispatcher, mailbox_group, _ = start
     with told_shortage(prepared.memory, "the weights"):
         model = _load_model(config, prepared, start, report)
@@ -176,9 +180,10 @@ def assemble(
     adapters = None
     if model.adapters is not None:
         adapters = AdapterLoads(config.rank, model.adapters, max_rank=config.max_lora_rank)
+    read_ahead = ReadAhead(model, relocation, available, num_local_ranks=config.num_local_ranks)
     parts = None if store is None else RankParts(
         config=config, backend=backend, model=model, cache=cache, runner=runner, relocation=relocation,
-        telemetry=telemetry, store=store, available=available, weights=weights, adapters=adapters,
+        read_ahead=read_ahead, telemetry=telemetry, store=store, available=available, weights=weights, adapters=adapters,
     )  # fmt: skip
     links = None if lockstep is None else EpochLinks(dispatcher, lockstep)
     epochs = None if parts is None else _make_epochs(config, parts, links)
@@ -211,7 +216,7 @@ def assemble(
     return Assembled(
         engine, scheduler, runner, model, length, *size, chosen, dispatch, telemetry,
         _map_experts(skeleton, placement), relocation, structures, config.num_drafts, found.kv_cache_bytes, found.memory,
-        None if tiers is None or tiers.peers is None else tiers.peers.address,
+        read_ahead, None if tiers is None or tiers.peers is None else tiers.peers.address,
     )  # fmt: skip
 
 
@@ -385,10 +390,10 @@ def _meet(config: EngineConfig, skeleton: Skeleton) -> _Start:
     return _Start(placement, dispatcher, mailbox_group, group)
 
 
-def _stay_alone(config: EngineConfig, skeleton: Skeleton) -> _Start:
+def _stay_alone(config: EngineConfig, skeleton: Skeleton, placement: Placement | None) -> _Start:
     # The other ranks' hosts are unknown, so copies may be misplaced. An order corrects that; experts that differ are read.
-    hosts = hosts_of(None) * config.world_size
-    return _Start(_placement(config, skeleton, hosts), UnconnectedDispatcher(config.world_size), None, None)
+    placement = placement or _placement(config, skeleton, hosts_of(None) * config.world_size)
+    return _Start(placement, UnconnectedDispatcher(config.world_size), None, None)
 
 
 def _share_cache(

@@ -68,8 +68,8 @@ class _Serving(NamedTuple):
     members: tuple[int, ...]
 
     def leave_out(self, order: Order) -> None:
-        """Interrupt the waits of this epoch if a newer order leaves out one of its members."""
-        given_up = sorted(set(self.members) - set(order.members))
+        """Interrupt the waits of this epoch if a newer order drops one of its members."""
+        given_up = sorted(set(self.members) - {*order.members, *order.leaving})
         if given_up and order.epoch > self.lockstep.epoch:
             error = PeerLost(self.members.index(given_up[0]), "the front has dropped it")
             self.dispatcher.interrupt(error)
@@ -201,7 +201,7 @@ class Engine:
     def regroup(self, order: Order) -> None:
         """Move this rank into a new epoch, with the same or other ranks, as soon as possible. The newest order wins.
 
-        If the order leaves out a member of the serving epoch, this rank stops waiting for it.
+        If the order drops a member of the serving epoch, this rank stops waiting for it.
         """
         assert self._epochs is not None, "assembled to serve one epoch only"
         if not self._epochs.orders.give(order):

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from server.clients.batch.flags import RUN_BATCH
-from server.clients.commands import CHAT, DRAIN, LORA, MODELS, POOLS, STATUS
+from server.clients.commands import CHAT, DRAIN, LORA, MODELS, POOLS, SCALE, STATUS
 from server.clients.experts.cli import EXPERTS
 from server.clients.url_flag import DEFAULT_URL
 from server.machine.lines import say, write_lines_as, write_times
@@ -97,7 +97,7 @@ _COMPLETION = Command(
 _COMMANDS: Mapping[str, Command] = {
     command.name: command
     for command in (
-        *(SERVE, WORKER, CHAT, RUN_BATCH, EXPERTS, BENCH, STATUS, DRAIN, POOLS, LORA),
+        *(SERVE, WORKER, CHAT, RUN_BATCH, EXPERTS, BENCH, STATUS, DRAIN, SCALE, POOLS, LORA),
         *(DOCTOR, MODELS, SIZE, SIMULATE, _COMPLETION),
         *(ENGINE, FRONT),
     )

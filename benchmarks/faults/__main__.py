@@ -32,7 +32,7 @@ from typing import IO, Any
 
 from benchmarks.card import environment_card, print_card, print_tail, save_result
 from benchmarks.faults.campaign import Campaign, Fault
-from benchmarks.faults.kinds import FAULTS, OF_NODES, OF_TIERS, OUTAGES, OWN_MOVE, SUPERVISOR
+from benchmarks.faults.kinds import FAULTS, OF_NODES, OF_RESIZES, OF_TIERS, OUTAGES, OWN_MOVE, SUPERVISOR
 from benchmarks.faults.nodes import TwoNodes
 from benchmarks.faults.orders import Orders
 from benchmarks.serving.closed_loop import ExactPrompts
@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="seed of random choices (default: %(default)s)")
     parser.add_argument(
         "--kinds",
-        help=f"only these kinds, separated by commas: {', '.join(FAULTS)}; with --tiers: {', '.join(OF_TIERS)}; with --tiers "
+        help=f"only these kinds, separated by commas: {', '.join((*FAULTS, *OF_RESIZES))}; with --tiers: {', '.join(OF_TIERS)}; with --tiers "
         f"and --nodes 2: {', '.join(OF_NODES)}",
     )
     parser.add_argument(
@@ -155,12 +155,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def _possible(args: argparse.Namespace) -> dict[str, Fault]:
     """Return the kinds of faults that these options permit. Print those that are left out."""
-    faults = {**FAULTS, **OF_TIERS, **OF_NODES}
+    faults = {**FAULTS, **OF_RESIZES, **OF_TIERS, **OF_NODES}
     reasons: dict[str, str] = {}
     if not args.tiers:
         reasons |= dict.fromkeys([*OF_TIERS, *OF_NODES], "the service has no tiers (--tiers)")
     elif args.nodes == 1:
         reasons |= dict.fromkeys(OF_NODES, "all ranks share the memory of one node (--nodes 2)")
+    if args.pools or args.fronts > 1 or args.nodes == 2:
+        reasons |= dict.fromkeys(OF_RESIZES, "the service has pools, several fronts or nodes")
     if args.nodes == 2:
         reasons[SUPERVISOR] = "a torchrun ends with its first worker"
     for kind, reason in reasons.items():

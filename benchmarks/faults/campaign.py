@@ -238,6 +238,18 @@ class Campaign:
         """Drain a rank, or undo that. The service refuses to drain its last rank."""
         await self._ask("POST", "/ranks/drain", {"rank": rank, "undo": undo, "timeout_s": timeout_s})
 
+    async def scale(self, num_ranks: int, *, once: bool = False) -> None:
+        """Change the number of ranks, and repeat that while the service refuses it, for example because a rank is away."""
+        deadline_s = time.perf_counter() + RECOVERY_TIMEOUT_S
+        while True:
+            answer = await self._ask("POST", "/scale_elastic_ep", {"new_data_parallel_size": num_ranks})
+            state = json.loads(answer or b"{}")
+            if once or state.get("effective_data_parallel_size") == num_ranks:
+                return
+            if time.perf_counter() > deadline_s:
+                raise BenchServiceError(f"the service did not change to {num_ranks} ranks: {state}")
+            await asyncio.sleep(_POLL_S)
+
     async def act(self, path: str) -> None:
         """Send a POST that acts on the service."""
         await self._ask("POST", path)

@@ -136,6 +136,43 @@ async def _leave_during_drain(campaign: Campaign) -> int:
     return 0
 
 
+async def _resize(campaign: Campaign) -> int:
+    """Add two ranks, and let them leave one after the other."""
+    for num_more in (2, 1, 0):
+        await campaign.scale(campaign.num_ranks + num_more)
+    return 0
+
+
+async def _kill_during_growth(campaign: Campaign) -> int:
+    """Add a rank, and kill it or another one at any moment until it has joined."""
+    num_ranks = campaign.num_ranks
+    growing = asyncio.create_task(campaign.scale(num_ranks + 1, once=True))
+    await campaign.wait_for_new_engine(num_ranks, 0)
+    await asyncio.sleep(campaign.drawn.uniform(0.0, 10.0))
+    _kill_if_there(campaign, campaign.drawn.randrange(num_ranks + 1))
+    await growing
+    await campaign.scale(num_ranks)
+    return 0
+
+
+async def _kill_during_shrinking(campaign: Campaign) -> int:
+    """Let a rank leave, and kill it or another one meanwhile."""
+    num_ranks = campaign.num_ranks
+    await campaign.scale(num_ranks + 1)
+    shrinking = asyncio.create_task(campaign.scale(num_ranks, once=True))
+    await asyncio.sleep(campaign.drawn.uniform(0.0, 0.5))
+    _kill_if_there(campaign, campaign.drawn.randrange(num_ranks + 1))
+    await shrinking
+    await campaign.scale(num_ranks)
+    return 0
+
+
+def _kill_if_there(campaign: Campaign, rank: int) -> None:
+    """Kill an engine, unless it has left."""
+    if rank in campaign.engines():
+        campaign.send(signal.SIGKILL, rank)
+
+
 async def _sleep(campaign: Campaign) -> int:
     """Put the service to sleep, and wake it. Its open requests are kept."""
     await campaign.act(f"/sleep?mode=keep&level={campaign.drawn.choice((1, 2))}")
@@ -242,6 +279,11 @@ async def _damage_records(campaign: Campaign) -> int:
 
 # While one of these lasts, no rank serves, or clients cannot be reached.
 OUTAGES = ("kill all", "kill the front", SUPERVISOR, "sleep and wake")
+OF_RESIZES: Mapping[str, Fault] = {
+    "resize": _resize,
+    "kill during growth": _kill_during_growth,
+    "kill during shrinking": _kill_during_shrinking,
+}
 FAULTS: Mapping[str, Fault] = {
     "kill one": lambda campaign: _kill(campaign, 1),
     "kill two": lambda campaign: _kill(campaign, 2),

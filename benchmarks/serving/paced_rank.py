@@ -28,9 +28,11 @@ from scheduler.policy.request import (
 )
 from server.link.messages import (
     Abort,
+    ExpertsRead,
     MemorySwitched,
     Prepare,
     RankFacts,
+    ReadExperts,
     Served,
     StepOutput,
     Stop,
@@ -172,6 +174,8 @@ class PacedRank:
                 self._withdraw(request_id, even_if_begun=even_if_begun)
             case Prepare(placement):
                 self._on_prepare(self, placement)
+            case ReadExperts(placement):
+                self.link.send(ExpertsRead(placement.version, ""))
             case MemoryOrder(number):
                 self.link.send(MemorySwitched(number))
             case Stop():

@@ -35,7 +35,7 @@ from moe.backend import Backend, LoadedModel
 from moe.cpu import experts as experts_organ
 from moe.cpu.adopt_layers import adopt_layers
 from moe.cpu.experts import PackedExpertLayer
-from moe.cpu.kernels.low_rank import ADAPT, ADAPT_PAIRS, SILU_ROWS
+from moe.cpu.kernels.low_rank import ADAPT, ADAPT_PAIRS, SILU_ROWS, SPLIT
 from moe.cpu.kernels.panels import pack
 from moe.cpu.kernels.products import GATHER, GROUPED, LINEAR, QUANTISE
 from moe.cpu.kernels.routing import route
@@ -104,8 +104,6 @@ def _open_layer(
     adapters = None
     if step.num_adapters:
         adapters = ExpertAdapters(step.num_adapters, up.num_slots)
-        for weight in (up, down):
-            weight.repeat(1 + step.num_adapters)
     return PackedExpertLayer(
         up,
         down,
@@ -120,7 +118,13 @@ def _open_layer(
 
 
 def _make_step(*, threads: int, num_ranks: int = 1, **sizes: int) -> Step:
-    return Step(**sizes, team=Team(threads) if threads > 1 else None)
+    step = Step(**sizes)
+    _set_threads(step, threads)
+    return step
+
+
+def _set_threads(step: Step, threads: int) -> None:
+    step.team = Team(threads) if threads > 1 else None
 
 
 def _make_cache(shapes: list[LayerShape], num_blocks: int, num_states: int, step: Step) -> PagedCache:
@@ -175,7 +179,11 @@ def compile_kernels(model: LoadedModel, served: PagedCache, report: Callable[[in
         *(kernel for index in indexes for kernel in sparse_kernels(dtype, index)),
         *(POOL_KERNELS if pooled_index.modules(model.net) else ()),
         *(RECURRENCE_KERNELS if any(shape.state for shape in served.shapes) else ()),
-        *((ADAPT, ADAPT_PAIRS, SILU_ROWS, ADAPT_ABSORBED, ADAPT_EXPANDED) if model.step.num_adapters else ()),
+        *(
+            (ADAPT, ADAPT_PAIRS, SILU_ROWS, SPLIT, ADAPT_ABSORBED, ADAPT_EXPANDED)
+            if model.step.num_adapters
+            else ()
+        ),
         *((CHOOSE, *PASSES) if any(exchange_of(layer) for layer in model.layers) else ()),
     )
     for done, kernel in enumerate(kernels):
@@ -214,4 +222,5 @@ CPU = Backend(
     finish=_finish,
     enter_thread=lambda: None,  # every thread computes on the CPU
     warm_up=compile_kernels,
+    set_threads=_set_threads,
 )

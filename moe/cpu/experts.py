@@ -24,7 +24,7 @@ from dispatch.dispatched import TokenDispatcher
 from dispatch.mode import Mode
 from kvcache.step import ROW_MULTIPLE, Step
 from moe.backend import serve_experts
-from moe.cpu.kernels.low_rank import SILU_ROWS, adapt_pairs_row
+from moe.cpu.kernels.low_rank import SILU_ROWS, Groups, adapt_pairs_row
 from moe.cpu.kernels.panels import Format
 from moe.cpu.kernels.products import GATHER, QUANTISE, product_ns
 from moe.cpu.weights.slots import PackedSlots
@@ -56,19 +56,21 @@ class PackedExpertLayer:
     def num_groups(self) -> int:
         """Groups of pairs of this rank, which dispatch takes for slots.
 
-        Without adapters there is one for each slot. With adapters, a row's group also names its adapter: the first S groups
-        are of rows without one, and S follow for each place of an adapter.
+        Without adapters there is one for each slot. With adapters, each slot has a group of the rows without one, and then one for each
+        place of an adapter.
         """
-        return self.up.num_slots * (1 if self.adapters is None else 1 + self.adapters.num_places)
+        return self.up.num_slots * self.copies
+
+    @property
+    def copies(self) -> int:
+        """Groups of a slot."""
+        return 1 if self.adapters is None else 1 + self.adapters.num_places
 
     def groups_of(self, slots_TK: Tensor) -> Tensor:
         """Return the groups of a step's rows, given their slots: int64 [T, K]."""
         if self.adapters is None:
             return slots_TK
-        num_slots = self.up.num_slots
-        rank_TK = torch.div(slots_TK, num_slots, rounding_mode="floor")
-        copy_T1 = self.step.adapter_T[: len(slots_TK), None] + 1
-        return rank_TK * (self.num_groups - num_slots) + copy_T1 * num_slots + slots_TK
+        return slots_TK * self.copies + self.step.adapter_T[: len(slots_TK), None] + 1
 
     def run(self, module: Any, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
         """Compute one layer; collective. Padding rows (past the step's tokens) return zeros.
@@ -113,8 +115,15 @@ class PackedExpertLayer:
             [P, D] float32, new.
         """
         up, down, pairs, groups = self.up, self.down, len(row_P), len(slot_offsets) - 1
+        copies, adapted = groups // up.num_slots, None
+        if copies > 1:
+            of_groups, slot_offsets = slot_offsets, slot_offsets[::copies].contiguous()
+            if int((of_groups[copies::copies] - of_groups[1::copies]).sum()):  # some pair has an adapter
+                count = slot_offsets.data_ptr() + 8 * up.num_slots
+                sorted_pairs = Groups(of_groups.data_ptr(), up.num_slots, copies, count)
+                adapted = AdaptedPairs(self, sorted_pairs, x_NH.data_ptr(), row_P.data_ptr())
         offsets, gathered = slot_offsets.data_ptr(), _Rows(up.format, pairs)
-        num_pairs = offsets + 8 * groups  # address of their number
+        num_pairs = offsets + 8 * up.num_slots  # address of their number
         given, num_given = _Rows(up.format, len(x_NH), x_NH), np.array([len(x_NH)])
         before = [
             *given.quantised(num_given.ctypes.data),
@@ -122,19 +131,16 @@ class PackedExpertLayer:
         ]
         up_ns, down_ns = (product_ns(pairs, each.format, each.num_slots) for each in (up, down))
         out_PD = torch.empty(pairs, down.width)
-        is_fused = self.has_silu and not up.has_bias
+        has_gate = self.has_silu and not up.has_bias
+        is_fused = has_gate and adapted is None
         raised_PI = torch.empty(pairs, up.width // 2 if is_fused else up.width)
-        has_adapters = groups > up.num_slots
-        adapted = AdaptedPairs(self, offsets, x_NH.data_ptr(), row_P.data_ptr()) if has_adapters else None
-        both_PI = torch.empty(pairs if adapted is not None and is_fused else 0, up.width)
-        if is_fused:
-            before.append(up.product_row(gathered.address, offsets, raised_PI.data_ptr(), is_gated=True))
-            if adapted is not None:
-                before += adapted.raised_rows(gathered.address, both_PI.data_ptr(), raised_PI.data_ptr())
-        else:
-            before.append(up.product_row(gathered.address, offsets, raised_PI.data_ptr(), num_groups=groups))
-            if adapted is not None:
-                before.append(adapted.up_row(raised_PI.data_ptr()))
+        before.append(up.product_row(gathered.address, offsets, raised_PI.data_ptr(), is_gated=is_fused))
+        if adapted is not None:
+            before.append(adapted.up_row(raised_PI.data_ptr()))
+        if has_gate and adapted is not None:
+            both_PI, raised_PI = raised_PI, torch.empty(pairs, up.width // 2)
+            before.append(adapted.silu_row(both_PI.data_ptr(), offsets, raised_PI.data_ptr()))
+        if not has_gate:
             run(program_of(before), team, up_ns)
             own = module._apply_gate if module.has_gate else module.act_fn
             raised_PI = _on_full_vectors(own, up.finished(raised_PI, slot_offsets))
@@ -143,7 +149,7 @@ class PackedExpertLayer:
         rows = [
             *before,
             *lowered.quantised(num_pairs),
-            down.product_row(lowered.address, offsets, out_PD.data_ptr(), num_groups=groups),
+            down.product_row(lowered.address, offsets, out_PD.data_ptr()),
         ]
         if adapted is not None:
             rows.append(adapted.down_row(raised_PI.data_ptr(), raised_PI.shape[1] * 4, out_PD.data_ptr()))
@@ -160,38 +166,32 @@ class PackedExpertLayer:
 
 
 class AdaptedPairs:
-    """Program rows for the pairs with adapters of one layer, which follow those without. Arguments are addresses."""
+    """Program rows for one layer's pairs if some have adapters. Arguments are addresses."""
 
-    def __init__(self, layer: PackedExpertLayer, offsets: int, x: int, row_of: int) -> None:
-        """`offsets`: of all groups. `x`: the rows [N, H] float32 that pairs take by `row_of`."""
+    def __init__(self, layer: PackedExpertLayer, groups: Groups, x: int, row_of: int) -> None:
+        """`x`: the rows [N, H] float32 that pairs take by `row_of`."""
         assert layer.adapters is not None, "the model takes no adapters"
-        self._layer, self._adapters, self._x, self._row_of = layer, layer.adapters, x, row_of
-        self._offsets = offsets + 8 * layer.up.num_slots
-        self._num_groups = layer.num_groups - layer.up.num_slots
+        self._layer, self._adapters, self._groups, self._x, self._row_of = (
+            layer,
+            layer.adapters,
+            groups,
+            x,
+            row_of,
+        )
 
     def up_row(self, raised: int) -> list[int]:
         """Return the row that adds to the first product, [P, width] float32."""
         up = self._layer.up
         return adapt_pairs_row(
-            self._x, up.in_dim * 4, self._row_of, up.in_dim, self._offsets, self._adapters.up, raised, up.width * 4, up.out_dim
+            self._x, up.in_dim * 4, self._row_of, up.in_dim, self._groups, self._adapters.up, raised, up.width * 4, up.out_dim
         )  # fmt: skip
 
-    def raised_rows(self, gathered: int, both: int, raised: int) -> list[list[int]]:
-        """Return the rows from gathered ones to the second product's input, [P, width / 2], through `both`, [P, width]."""
-        up = self._layer.up
-        return [
-            up.product_row(gathered, self._offsets, both, num_groups=self._num_groups),
-            self.up_row(both),
-            SILU_ROWS.row(
-                both,
-                up.width * 4,
-                up.width // (2 * LANES),
-                self._offsets,
-                self._num_groups,
-                raised,
-                up.width * 2,
-            ),
-        ]
+    def silu_row(self, both: int, offsets: int, raised: int) -> list[int]:
+        """Return the row from the first product [P, width] to the second one's input [P, width / 2]. `offsets` are of slots."""
+        width = self._layer.up.width
+        return SILU_ROWS.row(
+            both, width * 4, width // (2 * LANES), offsets, self._groups.num_slots, raised, width * 2
+        )
 
     def down_row(self, raised: int, stride: int, out: int) -> list[int]:
         """Return the row that adds to the second product, [P, width] float32."""
@@ -201,7 +201,7 @@ class AdaptedPairs:
             stride,
             0,
             down.in_dim,
-            self._offsets,
+            self._groups,
             self._adapters.down,
             out,
             down.width * 4,

@@ -11,6 +11,7 @@ the others, so that a slow disk does not block other ranks inside a collective.
 While ranks are missing, dispatch is flat even with --dispatch-node-size, which need not divide the number of members.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,7 +27,7 @@ from dispatch.gathered import gather_values
 from expert_placement.placement import Placement
 from kvcache.paged_cache import PagedCache
 from moe.backend import Backend
-from moe.expert_weights import Held, num_to_read
+from moe.expert_weights import Held, Ready, num_to_read
 from moe.load.checkpoint import CheckpointError
 from moe.model import Model
 from scheduler.epochs.meeting import CONNECT_TIMEOUT_S, meet, part
@@ -42,6 +43,7 @@ from scheduler.epochs.orders import (
 )
 from scheduler.moves.adapters import AdapterLoads
 from scheduler.moves.channel import ChannelError, PeerChannel, open_channel
+from scheduler.moves.read_ahead import ReadAhead
 from scheduler.moves.relocation import Relocation
 from scheduler.moves.telemetry import Telemetry
 from scheduler.policy.config import ConfigError, EngineConfig
@@ -74,12 +76,13 @@ class EpochLinks(NamedTuple):
 class RankParts:
     """The parts of a rank that outlive epochs."""
 
-    config: EngineConfig  # as at start: `rank` is the rank's permanent number, `world_size` counts all ranks
+    config: EngineConfig  # as at start: `rank` is the rank's permanent number, `world_size` counted all ranks
     backend: Backend
     model: Model
     cache: PagedCache
     runner: Runner
     relocation: Relocation
+    read_ahead: ReadAhead
     telemetry: Telemetry
     store: Store  # the job's, on a connection used for nothing else
     available: Callable[[], int]  # returns the free memory in bytes
@@ -94,6 +97,8 @@ class Regrouping:
         """Take the lasting parts and the links of the serving epoch. `links` is None if there is no epoch yet."""
         self._parts, self._links, self._is_serving = parts, links, links is not None
         self._place = parts.config.rank
+        self._num_ranks = parts.config.world_size  # present or not; a resize changes it
+        self._threads = parts.config.threads
         self.members = tuple(range(parts.config.world_size))  # of the serving or coming epoch
         self._held: Held = parts.model.placement.local(self._place).tolist()
         self._most_spare = parts.model.placement.slots_per_rank
@@ -111,6 +116,7 @@ class Regrouping:
     def close(self) -> None:
         """Leave the epoch and end the threads that move experts."""
         self.part()
+        self._parts.read_ahead.drop()
         self._parts.relocation.close()
 
     def follow(self, order: Order, step: int, is_over: IsOver) -> LockStep:
@@ -126,6 +132,7 @@ class Regrouping:
             WireUnavailable: A member did not arrive, or was lost meanwhile.
         """
         parts = self._parts
+        self._num_ranks = order.num_ranks or self._num_ranks
         if parts.config.rank not in order.members:
             raise OvertakenError
         self.members = order.members
@@ -158,6 +165,7 @@ class Regrouping:
     ) -> None:
         """Pass the new links to all parts that use them."""
         parts = self._parts
+        self._share_cores()
         parts.model.serve(placement, self._place, dispatcher)
         parts.relocation.begin_epoch(self._place, placement, channel)
         replays = can_replay(config, dispatcher)
@@ -166,11 +174,19 @@ class Regrouping:
         parts.runner.begin_epoch(dispatcher, forward)
         parts.telemetry.begin_epoch(config.epoch, parts.model.load_counts)
 
+    def _share_cores(self) -> None:
+        """Keep the number of threads of all ranks together, if they share one machine."""
+        config = self._parts.config
+        threads = max(1, config.threads * config.world_size // self._num_ranks)
+        if config.num_local_ranks == config.world_size and threads != self._threads:
+            self._threads = threads
+            self._parts.backend.set_threads(self._parts.model.step, threads)
+
     def _config_of(self, order: Order) -> EngineConfig:
         """Return the settings of an epoch, in which ranks are places."""
         config = self._parts.config
         size = len(order.members)
-        is_whole = size == config.world_size
+        is_whole = size == self._num_ranks
         return replace(
             config,
             rank=self._place,
@@ -181,6 +197,8 @@ class Regrouping:
 
     def _hold(self, order: Order) -> None:
         """Use the order's version of the weights, and load the experts that its placement gives this rank.
+
+        Experts that were read ahead are not read again.
 
         Raises:
             CannotHoldError: There is not enough memory, or weights cannot be read.
@@ -194,27 +212,33 @@ class Regrouping:
             ) from error
         if held is not None:
             self._held = held
-        self._check_room(order, wanted)
-        if parts.adapters is not None:  # the front has ordered them before it ordered the epoch
-            parts.adapters.wait_idle(ADAPTERS_TIMEOUT_S)
+            parts.read_ahead.drop()  # it read the former weights
+        ready = parts.read_ahead.take()
         spare = parts.relocation.spare
         try:
-            parts.model.hold(wanted, self._held, spare, self._most_spare)
+            self._check_room(order, wanted, ready)
+            if parts.adapters is not None:  # the front has ordered them before it ordered the epoch
+                parts.adapters.wait_idle(ADAPTERS_TIMEOUT_S)
+            parts.model.hold(wanted, self._held, spare, self._most_spare, ready)
         except (CheckpointError, SafetensorError, OSError, MemoryError, RuntimeError) as error:
             raise CannotHoldError(f"rank {parts.config.rank} could not take over experts: {error}") from error
+        finally:
+            for weights in ready.values():
+                spare.give_back(weights, self._most_spare)
 
-    def _check_room(self, order: Order, wanted: Held) -> None:
+    def _check_room(self, order: Order, wanted: Held, ready: Ready) -> None:
         parts, config = self._parts, self._parts.config
-        if config.device != "cpu" and len(order.members) < config.world_size:
+        if config.device != "cpu" and len(order.members) < self._num_ranks:
             raise CannotHoldError(
                 f"rank {config.rank} computes on a GPU, and the KV cache has taken its memory: it serves only with "
-                f"all {config.world_size} ranks, and waits for the missing ones"
+                f"all {self._num_ranks} ranks, and waits for the missing ones"
             )
         width = len(wanted[0])
+        num_ready = Counter(layer for layer, _ in ready)  # their memory is taken already
         grown = [
-            (width - len(row)) * parts.model.slot_bytes(layer)
+            (width - len(row) - num_ready[layer]) * parts.model.slot_bytes(layer)
             for layer, row in enumerate(self._held)
-            if len(row) < width
+            if len(row) + num_ready[layer] < width
         ]
         needed = sum(grown) * min(config.num_local_ranks, len(order.members))
         available = parts.available()

@@ -34,6 +34,9 @@ class Order(NamedTuple):
     members: tuple[int, ...]  # ranks, ascending
     placement: Placement  # over the members' places
     weights: int = 0  # number of the version of the base weights that all members serve
+    num_ranks: int = 0  # of the pool from this epoch on, present or not; 0: as before
+    # Living ranks that are no members. They get the order too, so that all ranks of the last epoch part at one step.
+    leaving: tuple[int, ...] = ()
 
 
 class IsOver(Protocol):

@@ -93,7 +93,7 @@ class Relocation:
         self.spare = SpareSlots()
         self._is_closed = False
         self._lock = threading.Condition()
-        self._wanted: deque[Placement] = deque()
+        self._wanted: deque[Placement | Callable[[], None]] = deque()  # changes, and other work of the mover
         self._is_attempting = False
         self._ready: _Staged | None = None
         self._posted_version = placement.version
@@ -103,8 +103,15 @@ class Relocation:
 
     def prepare(self, target: Placement) -> None:
         """Start to receive this rank's experts of a placement and to send others theirs. All ranks need the same call."""
+        self._want(target)
+
+    def later(self, work: Callable[[], None]) -> None:
+        """Run work on the mover's thread, after the present move. The end of the epoch drops work that has not begun."""
+        self._want(work)
+
+    def _want(self, wanted: Placement | Callable[[], None]) -> None:
         with self._lock:
-            self._wanted.append(target)
+            self._wanted.append(wanted)
             self._lock.notify_all()
             if self._mover is None:
                 self._mover = threading.Thread(target=self._move_forever, name="expert-mover", daemon=True)
@@ -212,16 +219,25 @@ class Relocation:
                 self._lock.wait_for(lambda: bool(self._wanted) or self._is_closed)
                 if self._is_closed:
                     return
-                target, previous = self._wanted.popleft(), self._ready
+                wanted, previous = self._wanted.popleft(), self._ready
                 self._is_attempting = True
-                staged = _Staged(target, self.placement, self._channel, begun_s=self._clock())
-            problem = self._attempt(staged, previous)
-            staged.seconds = self._clock() - staged.begun_s
-            with self._lock:
-                self._is_attempting = False
-                self._end_attempt(staged, problem)
-                self._lock.notify_all()
+                current, channel = self.placement, self._channel
+            if isinstance(wanted, Placement):
+                self._change(_Staged(wanted, current, channel, begun_s=self._clock()), previous)
+            else:
+                wanted()
+                with self._lock:
+                    self._is_attempting = False
+                    self._lock.notify_all()
             self.on_news()
+
+    def _change(self, staged: _Staged, previous: _Staged | None) -> None:
+        problem = self._attempt(staged, previous)
+        staged.seconds = self._clock() - staged.begun_s
+        with self._lock:
+            self._is_attempting = False
+            self._end_attempt(staged, problem)
+            self._lock.notify_all()
 
     def _end_attempt(self, staged: _Staged, problem: _Problem | None) -> None:
         """Keep or discard what arrived. Under the lock, so that the report precedes the one that the placement serves."""

@@ -1,4 +1,4 @@
-"""The commands `chat`, `status`, `drain`, `pools`, `lora` and `models`. Nothing heavy is imported here, because `wideep --help` needs it."""
+"""The commands `chat`, `status`, `drain`, `scale`, `pools`, `lora` and `models`. Nothing heavy is imported here, because `wideep --help` needs it."""
 
 import argparse
 import math
@@ -22,6 +22,12 @@ examples:
 """
 
 
+_SCALE_EXAMPLE = """\
+examples:
+  wideep scale 4               serve with 4 ranks from now on
+  wideep scale                 show the number of ranks, and the resize that runs
+  wideep scale --abort         end the resize that runs, and leave the service as it was
+"""
 _POOLS_EXAMPLE = """\
 examples:
   wideep pools                 show the pools, their roles and their loads
@@ -76,6 +82,45 @@ def _add_drain_flags(parser: argparse.ArgumentParser) -> None:
         help="longest wait; the drain continues after it, and 0 only begins it (default: %(default)g)",
     )
     parser.add_argument("--json", action="store_true", help="print the state as JSON")
+
+
+def _add_scale_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "ranks",
+        nargs="?",
+        metavar="RANKS",
+        help="number of ranks to serve with (default: show the present one)",
+    )
+    add_url(parser)
+    parser.add_argument("--abort", action="store_true", help="end the resize that runs, while it prepares")
+    parser.add_argument(
+        "--drain-timeout",
+        type=_timeout,
+        default=120.0,
+        metavar="SECONDS",
+        help="time for requests of leaving ranks to move; others compute the rest again (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=_timeout,
+        metavar="SECONDS",
+        help="deadline, after which the service stays as it was (default: the service's --resize-timeout-seconds)",
+    )
+    parser.add_argument(
+        "--id", metavar="ID", help="id of the operation; the same id again waits for the same operation"
+    )
+    parser.add_argument("--json", action="store_true", help="print the state as JSON")
+
+
+def _prepare_scale(args: argparse.Namespace) -> tuple[Any, ...]:
+    if args.ranks is not None and ":" in args.ranks:  # `wideep scale URL`
+        args.ranks, args.url = None, args.ranks
+    if args.ranks is not None and (not args.ranks.isdecimal() or int(args.ranks) < 1):
+        raise OptionsError(f"{args.ranks!r} must be a number of ranks of at least 1")
+    if args.ranks is not None and args.abort:
+        raise OptionsError("give a number of ranks, or --abort")
+    args.ranks = None if args.ranks is None else int(args.ranks)
+    return (args,)
 
 
 def _add_pools_flags(parser: argparse.ArgumentParser) -> None:
@@ -175,6 +220,17 @@ DRAIN = Command(
     examples=_DRAIN_EXAMPLE,
     add_flags=_add_drain_flags,
     run="server.clients.drain:run_drain",
+)
+SCALE = Command(
+    name="scale",
+    group=USING,
+    help="change the number of ranks of a service while it serves",
+    description="Change the number of ranks of a running service. Streams continue, and answers do not change.\nThe exit status "
+    "is 0 when the service has that number of ranks, and 1 if it stays as it was.",
+    examples=_SCALE_EXAMPLE,
+    add_flags=_add_scale_flags,
+    prepare=_prepare_scale,
+    run="server.clients.scale:run_scale",
 )
 POOLS = Command(
     name="pools",

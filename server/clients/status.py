@@ -50,6 +50,10 @@ def _lines(status: Mapping[str, Any]) -> Iterator[str]:
         yield f"rank {each['rank']} waits after a fault: {each['reason']}"
     for each in status["draining"]:
         yield f"rank {each['rank']} is draining for {each['seconds']:.0f} s: {counted(each['requests'])} left"
+    if (resize := status.get("resize", {})).get("is_scaling_elastic_ep"):
+        size = resize["requested_data_parallel_size"]
+        waits = f", waits for {resize['stage']}" if resize["stage"] else ""
+        yield f"operation {resize['operation_id']} resizes the service to {size} ranks: {resize['phase']}{waits}"
     if (sleep := status.get("sleep", {"level": 0}))["level"]:
         how = "is waking up" if sleep["waking"] else f"sleeps at level {sleep['level']}"
         yield f"the service {how}, and has refused requests for {sleep['seconds']:.0f} s"

@@ -37,6 +37,9 @@ class RankCalls(Protocol):
 
     num_ranks: int
 
+    def resize(self, num_ranks: int) -> None:
+        """Change the number of ranks."""
+
     def post_all(self, message: Prepare | DropPlacement) -> None:
         """Send a message to all ranks."""
 
@@ -134,7 +137,7 @@ class PlacementControl:
         self.history = history
         load.history.extend(_shown(history))
         self._load, self._config, self._clock = load, config, clock
-        self._num_ranks, self._stages = ranks.num_ranks, StageRunner(ranks)
+        self._ranks, self._num_ranks, self._stages = ranks, ranks.num_ranks, StageRunner(ranks)
         self.expert_bytes = 0  # of one expert of one layer
         self._unmeasured: _Change | None = None  # the last change, until its gain is measured
         self._left_out: tuple[str, ...] = ()  # omitted rules that were logged
@@ -181,6 +184,11 @@ class PlacementControl:
         """Return an unused version number."""
         self._last_version += 1
         return self._last_version
+
+    def resize(self, home: Placement) -> None:
+        """Change the number of ranks. `home` is the placement over all of them. An order follows."""
+        self._num_ranks, self.home = home.num_ranks, home
+        self._ranks.resize(home.num_ranks)
 
     def regroup(self, order: Order, reason: str) -> None:
         """Record the start of an epoch with another placement.

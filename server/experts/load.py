@@ -146,6 +146,7 @@ class ExpertsLoad:
 
     def regroup(self, order: Order) -> None:
         """Record the start of an epoch. Its members count from 0, in a new window."""
+        self._grow(order.num_ranks)
         self._epoch, self.members = order.epoch, order.members
         self._last.clear()
         self._early.clear()
@@ -156,6 +157,20 @@ class ExpertsLoad:
                 version=order.placement.version, num_ranks=num_places, slot_expert=slots
             )
             self._open_window(self.experts)
+
+    def _grow(self, num_ranks: int) -> None:
+        """Make room for the figures of more ranks."""
+        more = num_ranks - self._num_ranks
+        if self.totals is None or self.total_rank_tokens is None or more <= 0:
+            return
+        self._num_ranks = num_ranks
+        for rank, figures in self.totals.items():
+            wider: Any = {name: np.pad(getattr(figures, name), (0, more)) for name in BY_PEER}
+            self.totals[rank] = figures._replace(**wider)
+        for rank in range(self.first_rank, self.first_rank + num_ranks):
+            self.totals.setdefault(rank, no_figures(num_ranks))
+        self.total_rank_tokens = np.pad(self.total_rank_tokens, ((0, 0), (0, more)))
+        self.recorder.widen(more)
 
     def _open_window(self, experts: ExpertMap) -> None:
         sizes = len(experts.layers), experts.num_experts, experts.num_ranks

@@ -89,6 +89,11 @@ def _write_rows(file: IO[bytes], rows: list[np.ndarray], part: Callable[[np.ndar
         file.write(np.ascontiguousarray(part(row), dtype="<i8").tobytes())
 
 
+def _wider(counts: np.ndarray, num_ranks: int) -> np.ndarray:
+    """Append columns of zeros for more ranks."""
+    return np.pad(counts, ((0, 0), (0, 0), (0, num_ranks)))
+
+
 class LoadRecorder:
     """Records loads while it is on, and keeps the rows after a stop."""
 
@@ -121,7 +126,8 @@ class LoadRecorder:
         by_second = {row.second: row for row in self._rows}
         for old in record.rows:
             row = by_second[int(old.time_s / self._every_s)]
-            row.counts = row.counts - old.counts  # a new array, because records may hold the old one
+            missing = row.counts.shape[2] - old.counts.shape[2]
+            row.counts = row.counts - _wider(old.counts, missing)  # a new array: records may hold the old one
         last_s = record.rows[-1].time_s
         self._rows = [row for row in self._rows if row.time_s > last_s or row.counts.any()]
         if not self._rows:
@@ -139,6 +145,10 @@ class LoadRecorder:
         row.time_s, row.step, row.version = time_s, max(step, row.step), max(version, row.version)
         if len(self._rows) > max(_MIN_ROWS, self._max_bytes // row.counts.nbytes):
             self._merge()
+
+    def widen(self, num_ranks: int) -> None:
+        """Make room for the counts of more ranks."""
+        self._rows = [replace(row, counts=_wider(row.counts, num_ranks)) for row in self._rows]
 
     def _merge(self) -> None:
         """Double the length of rows."""

@@ -14,7 +14,7 @@ class ServiceEvent(NamedTuple):
     Attributes:
         time: Seconds since 1970.
         kind: rank_lost, rank_back, regrouped, waiting, stopped, pool_lost, draining, drained, undrained, role, asleep, awake,
-            weights, adapter_loaded, adapter_unloaded or adapter_refused.
+            weights, adapter_loaded, adapter_unloaded, adapter_refused, resizing, resized or resize_failed.
         text: A sentence with the cause.
         rank: The rank concerned, or None for all ranks.
         seconds: Duration, or None for a momentary event.

@@ -46,6 +46,9 @@ class PlacementHome(Protocol):
     home: Placement | None
     expert_bytes: int  # of one expert of one layer
 
+    def resize(self, home: Placement) -> None:
+        """Change the number of ranks. `home` is the placement over all of them."""
+
     def next_version(self) -> int:
         """Return an unused version number for a placement."""
 
@@ -89,6 +92,7 @@ class Leader:
         self._timer: asyncio.TimerHandle | None = None
         self._said_phase = Phase.STARTING
         self._begun_s = 0.0  # of the current regrouping
+        self._former_home: Placement | None = None  # before the last resize
 
     def resume(self) -> None:
         """Lead a pool after a restart of its front. Its ranks get requests when they serve again."""
@@ -104,7 +108,11 @@ class Leader:
 
     def attach(self, rank: int, *, epoch: int = 0) -> None:
         """Attach a rank that is ready; `epoch` is the newest one that it was ordered to."""
-        if self.epochs.phase is not Phase.STARTING and not self.epochs.is_gathering:
+        if (
+            rank in self.epochs.ranks
+            and self.epochs.phase is not Phase.STARTING
+            and not self.epochs.is_gathering
+        ):
             _LOG.warning("rank %d%s is back", rank, self._of_pool)
             absence = self.epochs.missing.get(rank)
             away_s = None if absence is None else self._clock() - absence.since_s
@@ -116,7 +124,7 @@ class Leader:
         if self._placement.home is None and not self.epochs.is_resuming:
             self._on_failure(f"rank {rank} is lost: {reason}")
             return
-        if self.epochs.phase is not Phase.STARTING:
+        if rank in self.epochs.ranks and self.epochs.phase is not Phase.STARTING:
             _LOG.warning("rank %d%s is lost: %s", rank, self._of_pool, reason)
             self._events.note("rank_lost", f"rank {rank}{self._of_pool} is lost: {reason}", rank=rank)
         self._carry_out(self.epochs.lose(rank, reason, self._clock()))
@@ -134,6 +142,15 @@ class Leader:
             said = f"rank {rank}{self._of_pool} stopped in epoch {epoch}: {reason}"
             self._events.note("stopped", said, rank=rank)
         self._carry_out(self.epochs.take_fault(rank, epoch, reason, is_final=is_final, now_s=self._clock()))
+
+    def resize(self, home: Placement) -> None:
+        """Let the ranks of `home` meet in the next epoch: new ones that have attached, and no ranks beyond its number.
+
+        If they do not all meet, the next epoch has the former ranks and their placement.
+        """
+        self._former_home = self._placement.home
+        self._placement.resize(home)
+        self._carry_out(self.epochs.resize(home.num_ranks, self._clock()))
 
     def close(self) -> None:
         """Cancel the timer, so that nothing more is decided."""
@@ -161,10 +178,14 @@ class Leader:
         if self._placement.home is None:
             self._on_failure("no rank that returned to the front has the home placement of the experts")
             return
+        if self._former_home is not None and self._placement.home.num_ranks != self.epochs.num_ranks:
+            self._placement.resize(self._former_home)  # the resize was undone
         places = [self.epochs.ranks.index(rank) for rank in epoch.members]
         placement = self._surviving(self._placement.home, places)
         placement = placement.with_version(self._placement.next_version())
-        order = Order(epoch.number, epoch.members, placement, self._weights())
+        order = Order(
+            epoch.number, epoch.members, placement, self._weights(), self.epochs.num_ranks, epoch.leaving
+        )
         self.epochs.grant(self._read_s(placement))
         self._begun_s = self._clock()
         self._placement.regroup(order, self.epochs.describe())

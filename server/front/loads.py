@@ -154,22 +154,22 @@ class RankLoads:
         return len(self._is_available)
 
     def grow(self, num_ranks: int) -> None:
-        """Count this many ranks from now on. The new ones are away until they enter."""
+        """Make room for this many ranks. The new ones are away until they enter. Not with several fronts."""
         added = num_ranks - self.num_ranks
-        self._outstanding, self._num_admitted, self._num_open, self._num_coming = (
-            np.concatenate((counts, np.zeros(added, dtype=np.int64)))
-            for counts in (self._outstanding, self._num_admitted, self._num_open, self._num_coming)
+        if added <= 0:
+            return
+        assert self._shared is None, "several fronts share counts of a fixed size"
+        self._own = LoadCounts(*(np.pad(counts, (0, added)) for counts in self._own))
+        self._outstanding, self._num_admitted, self._num_open, self._num_coming, self._prompt_tokens = (
+            self._own
         )
-        self._seats = np.concatenate((self._seats, np.full(added, _MANY_SEATS)))
-        self._step_tokens = np.concatenate((self._step_tokens, np.full(added, USUAL_STEP_TOKENS)))
-        self._is_available, self._is_draining = (
-            np.concatenate((flags, np.zeros(added, dtype=bool)))
-            for flags in (self._is_available, self._is_draining)
-        )
-        self._runs_prompts, self._runs_decodes = (
-            np.concatenate((flags, np.ones(added, dtype=bool)))
-            for flags in (self._runs_prompts, self._runs_decodes)
-        )
+        for name, filler in (
+            *(("_seats", _MANY_SEATS), ("_step_tokens", USUAL_STEP_TOKENS)),
+            *dict.fromkeys(("_is_available", "_is_draining"), False).items(),
+            *dict.fromkeys(("_runs_prompts", "_runs_decodes"), True).items(),
+        ):
+            values = getattr(self, name)
+            setattr(self, name, np.append(values, np.full(added, filler, dtype=values.dtype)))
         self._hosts += [""] * added
 
     @property

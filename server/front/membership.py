@@ -6,6 +6,9 @@ order. Each event is a call with its time, and returns the effects to carry out.
 An epoch's members are the attached ranks. A rank that leaves or returns begins the next epoch. A rank with failed steps
 reports a fault. Usually another rank was lost, and its stream ends a moment later, so the order waits for that. A final fault
 means that the rank cannot hold the experts it would take over: the service then needs another rank.
+
+A resize is an epoch with another number of ranks. New ranks attach beforehand and wait. If the members of that epoch do not all
+meet, the next order has the former number of ranks again, and those that were to leave stay.
 """
 
 from collections import deque
@@ -43,6 +46,7 @@ class Epoch(NamedTuple):
 
     number: int
     members: tuple[int, ...]  # ascending
+    leaving: tuple[int, ...] = ()  # ranks that a resize lets go
 
 
 class GivenUp(NamedTuple):
@@ -104,6 +108,10 @@ class Epochs:
         self._silent: dict[int, float] = {}  # by member that has not answered an order: its time limit
         self._waiting_s = 0.0  # start of the WAITING phase
         self._ended_by_faults: deque[float] = deque(maxlen=MAX_FAULTS)  # times when faults ended epochs
+        self._coming = range(0)  # new ranks, which may attach and become no members yet
+        self._came: set[int] = set()  # those that have
+        self._former_num: int | None = None  # of ranks, until the members of a resize have met
+        self._leaving: dict[int, Absence | None] = {}  # ranks that it lets go; those that are lost meanwhile
         self._resumed_until_s: float | None = None  # set while ranks return to a restarted front
         self.is_gathering = False  # whether the pool is new to a running service, and has not met yet
 
@@ -132,6 +140,55 @@ class Epochs:
         """Whether all ranks serve together."""
         return self.phase is Phase.SERVING and len(self.members) == self.num_ranks
 
+    @property
+    def came(self) -> frozenset[int]:
+        """New ranks that wait for a resize."""
+        return frozenset(self._came)
+
+    @property
+    def is_resizing(self) -> bool:
+        """Whether the members of a resize have yet to meet."""
+        return self._former_num is not None
+
+    def expect(self, num_ranks: int) -> None:
+        """Let the ranks attach that a resize to `num_ranks` adds. They do not serve before `resize`.
+
+        A number that is not larger than the present one withdraws this.
+        """
+        self._coming = range(self.ranks.stop, self.ranks.start + num_ranks)
+        self._came.intersection_update(self._coming)
+
+    def resize(self, num_ranks: int, now_s: float) -> Effects:
+        """Begin an epoch with another number of ranks. All ranks serve, and the new ones have attached."""
+        assert self.is_whole, "a resize begins with all ranks"
+        self._former_num = self.num_ranks
+        self._attached |= self._came
+        self.expect(0)
+        self._set_size(num_ranks)
+        self._leaving = dict.fromkeys(sorted(self._attached - {*self.ranks}))
+        for ranks in (self._attached, self._settled):
+            ranks.difference_update(self._leaving)
+        return self._order(now_s)
+
+    def _set_size(self, num_ranks: int) -> None:
+        self.num_ranks, self.ranks = num_ranks, range(self.ranks.start, self.ranks.start + num_ranks)
+        for rank in self.ranks:
+            self.num_losses.setdefault(rank, 0)
+
+    def _undo_resize(self) -> None:
+        """Return to the former ranks. New ones are no longer known here."""
+        if self._former_num is None:
+            return
+        self._set_size(self._former_num)
+        for ranks in (self._attached, self._settled):
+            ranks.intersection_update(self.ranks)
+        for rank, absence in self._leaving.items():
+            if absence is None:
+                self._attached.add(rank)
+            else:
+                self.missing[rank] = absence
+        self._former_num, self._leaving = None, {}
+
     def resume(self, now_s: float) -> None:
         """Take over from an earlier front. The ranks return, and meet when all are back or the time is up."""
         self._resumed_until_s = now_s + RETURN_S
@@ -148,6 +205,12 @@ class Epochs:
         Args:
             epoch: The newest epoch that it was ordered to, by this front or an earlier one.
         """
+        if rank in self._coming:
+            self._came.add(rank)
+            return _NOTHING
+        if rank in self._leaving:  # its connection broke
+            self._leaving[rank] = None
+            return _NOTHING
         self._attached.add(rank)
         self.number = max(self.number, epoch)
         if self._resumed_until_s is not None:
@@ -167,9 +230,16 @@ class Epochs:
 
     def lose(self, rank: int, reason: str, now_s: float) -> Effects:
         """Handle the end of a rank's stream."""
-        for ranks in (self._attached, self._settled, self._met, self._given_up):
+        for ranks in (self._attached, self._settled, self._met, self._given_up, self._came):
             ranks.discard(rank)
         self._silent.pop(rank, None)
+        if rank in self._leaving:
+            self._leaving[rank] = Absence(reason, now_s)
+        if rank not in self.ranks:
+            return _NOTHING
+        self._undo_resize()
+        if rank not in self.ranks:  # a new one
+            return self._order(now_s)
         self.num_losses[rank] += 1
         if self._resumed_until_s is not None:
             return _NOTHING
@@ -199,6 +269,7 @@ class Epochs:
         self._settled.add(rank)
         if self._met == set(self.members):
             self.phase = Phase.SERVING
+            self._former_num, self._leaving = None, {}
 
     def take_fault(self, rank: int, number: int, reason: str, *, is_final: bool, now_s: float) -> Effects:
         """Handle a rank's fault in an epoch. Ignored if the epoch is over."""
@@ -209,6 +280,9 @@ class Epochs:
         self._hear(rank, number, now_s)
         if number != self.number or rank not in self.members:
             return _NOTHING
+        if self.is_resizing:
+            self._undo_resize()
+            return self._order(now_s)
         self._met.discard(rank)
         self._faults.setdefault(rank, _Fault(rank, reason, now_s, is_final))
         if is_final:
@@ -270,7 +344,7 @@ class Epochs:
         self._faults.clear()
         for rank in self.members:
             self._silent.setdefault(rank, now_s + self._regroup_timeout_s)
-        return Effects(order=Epoch(self.number, self.members))
+        return Effects(order=Epoch(self.number, self.members, tuple(self._leaving)))
 
     def _go_on_without(self, now_s: float) -> Effects:
         """Let the returned ranks meet. The others count as lost, but may still return."""

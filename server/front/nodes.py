@@ -4,7 +4,7 @@ Ranks that came together under one torchrun are a node. A new node takes the pla
 the same number of ranks. If there are several, it gets the one that has been away longest, because an engine that was killed
 a moment ago is usually being restarted on its node. An assigned place is reserved for a while, so that two new nodes do not
 load the same experts; after that another node may try. The node that attaches first keeps the rank, and the other is
-refused.
+refused. While a resize adds ranks, a new node may also take some of these.
 
 A torchrun that names a pool (`--pool`) gets ranks of that pool only. If the service has no pool of this name, the torchrun
 brings a new one: it gets the next numbers, and the pool is announced until its first rank attaches, which has loaded by then
@@ -65,6 +65,11 @@ class Nodes:
         self._pools[pool.name] = pool
         self._world_sizes[pool.name] = pool.ranks.stop
 
+    def resize(self, pool: Pool) -> None:
+        """Change the number of ranks of the only pool."""
+        self._pools[pool.name] = pool
+        self._world_sizes[pool.name] = pool.ranks.stop
+
     def admit(self, rank: int) -> Pool | None:
         """Make the announced pool of a rank that attaches a part of the service, and return it. None if it already is one."""
         pool = next((each for each in self._announced.values() if rank in each.ranks), None)
@@ -83,20 +88,23 @@ class Nodes:
     def note(self, rank: int, node: str, num_restarts: int) -> None:
         """Record that a rank has attached. This ends the reservation of its pool: if the pool is lost, any torchrun may take its
         place."""
-        name = next(pool.name for pool in self._pools.values() if rank in pool.ranks)
+        name = next((pool.name for pool in self._pools.values() if rank in pool.ranks), "")
         if (run := self._runs.get(name)) is not None:
             self._runs[name] = run._replace(at_s=-math.inf)
         self._node_of[rank] = node
         self._num_restarts[rank] = max(self._num_restarts[rank], num_restarts)
 
-    def claim(self, claim: Claim, missing: Mapping[int, float], now_s: float) -> Claimed:
+    def claim(
+        self, claim: Claim, missing: Mapping[int, float], now_s: float, coming: range = range(0)
+    ) -> Claimed:
         """Assign a rank to a worker of a new node.
 
         Args:
             missing: The ranks that are away, and since when.
+            coming: The ranks that a resize adds.
         """
         if (wanted := claim.pool) is None:
-            return self._claim_node(claim, None, missing, now_s)
+            return self._claim_node(claim, None, missing, now_s, coming)
         pool = self._pools.get(wanted.name)
         if pool is None:
             return self._announce(wanted, now_s)
@@ -142,20 +150,31 @@ class Nodes:
         return self._give(pool, pool.ranks[wanted.rank])
 
     def _claim_node(
-        self, claim: Claim, pool: Pool | None, missing: Mapping[int, float], now_s: float
+        self,
+        claim: Claim,
+        pool: Pool | None,
+        missing: Mapping[int, float],
+        now_s: float,
+        coming: range = range(0),
     ) -> Claimed:
-        """Assign a rank of a node that is away, of one pool or of any."""
+        """Assign a rank of a node that is away, of one pool or of any, or one of the ranks that a resize adds."""
         ranks, _ = self._given.get(claim.node, ((), 0.0))
-        if not ranks or not set(ranks) <= missing.keys() | self._ranks_of(claim.node):
+        if not ranks or not set(ranks) <= {*missing, *self._ranks_of(claim.node), *coming}:
             away = self._away(pool, missing, now_s)
             fitting = [each for each in away if len(each) == claim.num_ranks]
             if not fitting and pool is not None and not away:
                 return self._refuse_duplicate(pool)
-            if not fitting:
+            given = {rank for taken, _ in self._given.values() for rank in taken}
+            new = tuple(rank for rank in coming if rank not in given)[: claim.num_ranks]
+            if not fitting and len(new) < claim.num_ranks:
                 return self._refuse_node(claim, away)
-            ranks = min(fitting, key=lambda each: max(missing[rank] for rank in each))
+            ranks = min(fitting, key=lambda each: max(missing[rank] for rank in each), default=new)
             self._given[claim.node] = ranks, now_s
         rank = ranks[claim.local_rank]
+        if rank in coming:
+            only = next(iter(self._pools.values()))
+            grown = only._replace(num_ranks=coming.stop - only.first_rank)
+            return Claimed(rank, coming.stop, self._num_restarts[rank] + 1, pool=grown)
         return self._give(pool or pool_of(list(self._pools.values()), rank), rank)
 
     def _ranks_of(self, node: str) -> set[int]:

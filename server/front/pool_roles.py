@@ -134,6 +134,11 @@ class PoolRoles:
         for rank in pool.ranks:
             self._router.set_role(rank, role)
 
+    def resize(self, pool: Pool) -> None:
+        """Record a pool's new number of ranks. They get its role."""
+        self._pools[pool.name] = pool
+        self._set(pool, self._roles[pool.name])
+
     def change(self, name: str, role: Role, *, reason: str = "by an operator") -> None:
         """Give a pool a role. Its requests continue, and move to other pools if it no longer decodes.
 

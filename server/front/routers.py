@@ -51,8 +51,9 @@ class RoundRobin(Router):
         self._picked_at = np.zeros(num_ranks, dtype=np.int64)  # count of picks at the rank's last one
 
     def grow(self, num_ranks: int) -> None:
-        self._picked_at = np.concatenate((self._picked_at, np.zeros(num_ranks - self.num_ranks, np.int64)))
         super().grow(num_ranks)
+        more = self.num_ranks - len(self._picked_at)
+        self._picked_at = np.append(self._picked_at, np.zeros(more, dtype=np.int64))
 
     def _choose(
         self, held: Mapping[int, int], session: str, untold: np.ndarray | None, among: np.ndarray

@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import APIRouter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import PlainTextResponse, Response
 
 from server.front.adapters import Adapters, AdapterUse, Phase
@@ -29,7 +29,9 @@ class LoadForm(BaseModel):
     pinned: bool = False
     is_3d_lora_weight: bool = False  # vLLM's; the layout is read from the file
     base_model_name: str | None = None
-    api_keys: list[str] | None = None  # the keys that may use it; None: all may
+    api_keys: list[str] | None = Field(
+        default=None, fail_fast=True
+    )  # the keys that may use it; None: all may
 
     @property
     def owners(self) -> tuple[str, ...]:

@@ -55,6 +55,7 @@ OPERATOR_PATHS = (  # in addition to requests to `_CHANGED` that change somethin
     "/reset_prefix_cache",
     "/flush_cache",
     "/ranks/drain",
+    *("/scale_elastic_ep", "/scale_elastic_ep/abort"),
     "/sleep",
     "/wake_up",
     "/release_memory_occupation",

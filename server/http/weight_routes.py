@@ -47,9 +47,9 @@ class TensorList(BaseModel):
     """Tensors that rank 0 of the trainer's group broadcasts, in this order."""
 
     model_config = ConfigDict(extra="ignore")
-    names: list[str] = Field(min_length=1)
-    dtypes: list[str] = Field(validation_alias=AliasChoices("dtypes", "dtype_names"))
-    shapes: list[list[Annotated[int, Field(ge=0)]]]
+    names: list[str] = Field(min_length=1, fail_fast=True)
+    dtypes: list[str] = Field(validation_alias=AliasChoices("dtypes", "dtype_names"), fail_fast=True)
+    shapes: list[Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]] = Field(fail_fast=True)
     packed: bool = False
 
     def check(self) -> None:

@@ -139,6 +139,20 @@ class Claimed(NamedTuple):
     pool: Pool | None = None  # of the rank; None if no rank was assigned
 
 
+class ReturnOf(NamedTuple):
+    """The first message of an engine that did not start with the service, before it loads anything, instead of `RankFacts`."""
+
+    rank: int
+
+
+class ReturnTo(NamedTuple):
+    """The front's answer to `ReturnOf`, which ends the stream."""
+
+    num_ranks: int  # of the service, with this rank; 0 if it has pools of fixed sizes
+    placement: Placement | None  # over all of them, of which it loads its share; None if the front knows none
+    refusal: str = ""  # why the service does not want the rank
+
+
 class StepOutput(NamedTuple):
     """Outputs and statistics of one or more steps; sent if there are outputs or statistics are due."""
 
@@ -166,6 +180,13 @@ class Fault(NamedTuple):
     epoch: int  # of the steps, or of the order that it cannot follow
     reason: str
     is_final: bool = False  # it cannot follow that order, so it needs another one
+
+
+class ExpertsRead(NamedTuple):
+    """A rank has read the experts that a coming order gives it."""
+
+    version: int  # of the placement in `ReadExperts`
+    problem: str  # why it could not; "" if all are there
 
 
 class MemoryUse(NamedTuple):
@@ -254,22 +275,28 @@ class Prepare(NamedTuple):
     placement: Placement
 
 
+class ReadExperts(NamedTuple):
+    """Read the missing experts of this rank's part of a placement, over other ranks, for a coming order."""
+
+    placement: Placement
+
+
 class DropPlacement(NamedTuple):
-    """Drop a placement that is not in use yet."""
+    """Drop a placement that is not in use yet, or what was read for it."""
 
     version: int
 
 
 FromRank = (
     StepOutput | Heartbeat | LoadReport | ExpertMap | PlacementUpdate | Regrouped | Fault | MemoryUse | MemorySwitched
-    | WeightReport | AdapterReport
+    | WeightReport | AdapterReport | ExpertsRead
 )  # fmt: skip
 ToRank = (
-    Submit | Expect | Abort | Withdraw | Stop | Prepare | DropPlacement | Order | ForgetPrefixes | MemoryOrder | WeightOrder
-    | AdapterOrder
+    Submit | Expect | Abort | Withdraw | Stop | Prepare | ReadExperts | DropPlacement | Order | ForgetPrefixes | MemoryOrder
+    | WeightOrder | AdapterOrder
 )  # fmt: skip
 # These begin and end a stream; its two ends handle them.
-_OfStream = RankFacts | Claim | Claimed | Welcome | Goodbye
+_OfStream = RankFacts | Claim | Claimed | ReturnOf | ReturnTo | Welcome | Goodbye
 _KINDS = typing.get_args(FromRank | ToRank | _OfStream)
 _MESSAGES: dict[str, type] = {each.__name__: each for each in _KINDS}
 

@@ -12,6 +12,7 @@ from scheduler.moves.reports import ExpertMap, LoadReport
 from scheduler.policy.request import AdapterReport
 from scheduler.weights.versions import WeightReport
 from server.link.messages import (
+    ExpertsRead,
     Fault,
     FromRank,
     MemorySwitched,
@@ -43,6 +44,8 @@ def to_service(message: FromRank, pool: range) -> FromRank:
             return message._replace(report=replace(report, rank=pool[report.rank], reason=reason))
         case Fault(_, reason):
             return message._replace(reason=by_rank(reason, pool))
+        case ExpertsRead(_, problem):
+            return message._replace(problem=by_rank(problem, pool))
         case (
             ExpertMap() | Regrouped() | MemoryUse() | MemorySwitched() | AdapterReport()
         ):  # they name no rank
@@ -54,5 +57,6 @@ def to_service(message: FromRank, pool: range) -> FromRank:
 def to_pool(message: ToRank, pool: range) -> ToRank:
     """Return a message of the front with the numbers of the engine's pool. `pool` is as for `to_service`."""
     if isinstance(message, Order) and pool.start:
-        return message._replace(members=tuple(map(pool.index, message.members)))
+        members, leaving = (tuple(map(pool.index, ranks)) for ranks in (message.members, message.leaving))
+        return message._replace(members=members, leaving=leaving)
     return message

@@ -30,6 +30,8 @@ from server.link.messages import (
     FromRank,
     Goodbye,
     RankFacts,
+    ReturnOf,
+    ReturnTo,
     StepOutput,
     Stop,
     ToRank,
@@ -319,20 +321,52 @@ def claim(
     Raises:
         LinkError: No front answered, or it refused this node.
     """
+    answer = _answer_to(claim, address, token, timeout_s, cluster_key)
+    if not isinstance(answer, Claimed):
+        raise LinkError(f"the front at {address} did not answer the claim")
+    return answer
+
+
+def find_return(
+    address: str, token: str, rank: int, timeout_s: float, *, cluster_key: bytes | None = None
+) -> ReturnTo:
+    """Ask the front how many ranks an engine returns to, and which experts it should load.
+
+    Raises:
+        RefusedError: The service does not want this rank.
+        LinkError: No front answered.
+    """
+    answer = _answer_to(ReturnOf(rank), address, token, timeout_s, cluster_key)
+    if not isinstance(answer, ReturnTo):
+        raise LinkError(f"the front at {address} did not answer rank {rank}")
+    if answer.refusal:
+        raise RefusedError(f"the front at {address} refused rank {rank}: {answer.refusal}")
+    return answer
+
+
+def _answer_to(
+    message: Claim | ReturnOf, address: str, token: str, timeout_s: float, cluster_key: bytes | None
+) -> Any:
+    """Return the front's answer to a message that is alone on its stream.
+
+    Raises:
+        LinkError: No front answered, or it refused this node.
+    """
     reach(address, timeout_s)
     with grpc.insecure_channel(address, options=OPTIONS) as channel:
         attach, handshake = channel.stream_stream(f"/{SERVICE}/{METHOD}"), Handshake(cluster_key)
         try:
             call = attach(
-                handshake.seal(iter([claim])), metadata=handshake.metadata(token), timeout=timeout_s
-            )
+                handshake.seal(iter([message])), metadata=handshake.metadata(token), timeout=timeout_s,
+                wait_for_ready=isinstance(message, ReturnOf),  # the front may still start
+            )  # fmt: skip
             answer = next(handshake.open(call), None)
         except grpc.RpcError as error:
-            raise RefusedError(f"the front at {address} refused this node: {_explain(error)}") from error
+            is_refused = isinstance(error, grpc.Call) and error.code() in _REFUSALS
+            kind = RefusedError if is_refused or isinstance(message, Claim) else LinkError
+            raise kind(f"the front at {address} refused this node: {_explain(error)}") from error
         except SealError as error:
             raise RefusedError(f"the front at {address} failed the key check: {error}") from error
-    if not isinstance(answer, Claimed):
-        raise LinkError(f"the front at {address} did not answer the claim")
     return answer
 
 

@@ -11,7 +11,7 @@ import math
 import socket
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import NamedTuple, NoReturn
 
 import grpc
@@ -33,6 +33,8 @@ from server.link.messages import (
     FromRank,
     Goodbye,
     RankFacts,
+    ReturnOf,
+    ReturnTo,
     StepOutput,
     Stop,
     Submit,
@@ -66,6 +68,11 @@ class PoolRanks:
         """Args: numbers are the ranks' numbers in the service."""
         self.num_ranks = len(numbers)
         self._ranks, self._numbers = ranks, numbers
+
+    def resize(self, num_ranks: int) -> None:
+        """Change the number of ranks."""
+        self.num_ranks = num_ranks
+        self._numbers = range(self._numbers.start, self._numbers.start + num_ranks)
 
     def post_all(self, message: ToRank) -> None:
         """Send a message to all ranks of the pool."""
@@ -121,6 +128,7 @@ class Ranks:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_ranks, self._cluster_key = num_ranks, cluster_key
+        self._sizes: tuple[int, int] | None = None  # the number of ranks, and the one that a resize leads to
         self.attached: dict[int, AttachedRank] = {}
         self.port = 0  # set by `bind`
         self._clock = clock
@@ -130,6 +138,7 @@ class Ranks:
         self._receive: Callable[[int, RankFacts | FromRank | RankLost], None]
         self._claim: Callable[[Claim], Claimed]
         self._world_size_of: Callable[[int], int | None]
+        self._find_return: Callable[[ReturnOf], ReturnTo]
         self._left = asyncio.Event()
         self._secret = bearer(token).encode()
         self._server = grpc.aio.server(options=OPTIONS)
@@ -163,6 +172,7 @@ class Ranks:
         self,
         receive: Callable[[int, RankFacts | FromRank | RankLost], None],
         claim: Callable[[Claim], Claimed],
+        find_return: Callable[[ReturnOf], ReturnTo],
         world_size_of: Callable[[int], int | None] | None = None,
     ) -> None:
         """Let ranks attach from now on.
@@ -170,10 +180,11 @@ class Ranks:
         Args:
             receive: Called in the event loop with each rank and message: `RankFacts` first, `RankLost` last.
             claim: Assigns a rank to a worker of a joining node.
+            find_return: Describes to an engine the ranks that it returns to.
             world_size_of: Returns the number of ranks that a rank must know, or None if the service has no such rank. By
-                default the ranks are those of the start.
+                default the ranks are those of the start. Not used after `resize`.
         """
-        self._receive, self._claim = receive, claim
+        self._receive, self._claim, self._find_return = receive, claim, find_return
         self._world_size_of = world_size_of or self._at_start
         await self._server.start()
 
@@ -197,6 +208,10 @@ class Ranks:
         """Announce a request that another rank of the same host will hand over to this one."""
         self.post(rank, Expect(request.request_id, Submit.of(request, now_s)))
 
+    def resize(self, num_ranks: int, next_num: int) -> None:
+        """Accept ranks of a service with this number of ranks, and of the one that a resize leads to."""
+        self.num_ranks, self._sizes = num_ranks, (num_ranks, next_num)
+
     def post(self, rank: int, message: ToRank) -> None:
         """Send a message to a rank, unless it is gone."""
         if rank in self.attached:
@@ -213,8 +228,8 @@ class Ranks:
         self.post_all(self._forgotten)
 
     def regroup(self, order: Order) -> None:
-        """Send an order to its members, and discard the statistics of their earlier steps."""
-        for rank in order.members:
+        """Send an order to its members and to those that leave, and discard the statistics of their earlier steps."""
+        for rank in (*order.members, *order.leaving):
             if rank in self.attached:
                 self.attached[rank].stats = None
                 self._post(rank, order)
@@ -232,8 +247,13 @@ class Ranks:
 
     def stop(self) -> None:
         """Ask each rank once to end in an orderly way."""
-        for rank, stream in list(self.attached.items()):
-            if not stream.asked_to_stop:
+        self.retire(list(self.attached))
+
+    def retire(self, ranks: Iterable[int]) -> None:
+        """Ask some ranks once to end in an orderly way. Their ends are no losses."""
+        for rank in ranks:
+            stream = self.attached.get(rank)
+            if stream is not None and not stream.asked_to_stop:
                 stream.asked_to_stop = True
                 self._post(rank, Stop())
 
@@ -314,10 +334,13 @@ class Ranks:
         if isinstance(facts, Claim):
             await context.write(seal.seal(encode(self._claim(facts))))
             return None
+        if isinstance(facts, ReturnOf):
+            await context.write(seal.seal(encode(self._find_return(facts))))
+            return None
         if not isinstance(facts, RankFacts):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be RankFacts")
         assert isinstance(facts, RankFacts), "abort raises"
-        if facts.world_size != self._world_size_of(facts.rank):
+        if not self._fits(facts):
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT,
                 f"rank {facts.rank} of {facts.world_size} does not belong to this service of {self.num_ranks} ranks",
@@ -340,6 +363,13 @@ class Ranks:
             self._lose(stream, "the front failed to attach it")
             raise
         return stream
+
+    def _fits(self, facts: RankFacts) -> bool:
+        """Return whether a rank belongs to this service."""
+        if self._sizes is None:
+            return facts.world_size == self._world_size_of(facts.rank)
+        # A rank that reconnects may have missed the order of a resize.
+        return facts.rank < max(self._sizes) and (facts.served is not None or facts.world_size in self._sizes)
 
     async def _agree_on_seal(self, rank_nonce: str, context: grpc.aio.ServicerContext) -> Seal:
         """Send this end's nonce. Refuse a rank if only one end has a cluster key."""

@@ -56,6 +56,7 @@ from server.options.pools import (
 DEMO_MODEL = "demo"
 FCFS, PRIORITY = "fcfs", "priority"  # scheduling policies
 ROUTER_NAMES = ("prefix", "fewest", "round-robin")  # see `server.front.routers`
+RESIZE_TIMEOUT_S = 600.0
 SHUTDOWN_TIMEOUT_S = 25.0  # torchrun and Kubernetes kill a process 30 s after SIGTERM
 MAX_SOCKET_PATH = 107  # bytes; Linux's sockaddr_un holds 108, including the final zero
 # Endpoints that machines and the dashboard poll every few seconds.
@@ -611,6 +612,12 @@ class Options:
         LIMITS, "--front-recovery-timeout", read=_NOT_NEGATIVE, metavar="SECONDS",
         help="time that ranks wait for the front to restart or for the network to return; after this time they exit",
     ))  # fmt: skip
+
+    resize_timeout_s: float = flag(
+        LIMITS, "--resize-timeout-seconds", read=_NOT_NEGATIVE, metavar="SECONDS", default=RESIZE_TIMEOUT_S,
+        help="time for new ranks to start, and for experts and requests to move, when `wideep scale` changes the number of "
+        "ranks; after this time the service stays as it was (docs/resize.md)",
+    )  # fmt: skip
 
     engine_kv_cache_bytes = row(flag(
         MEMORY, "--kv-cache-memory", "--kv-cache-memory-bytes", read=size, metavar="BYTES",

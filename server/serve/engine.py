@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from dispatch.errors import DispatchError, WireUnavailable
+from expert_placement.placement import Placement
 from kvcache.tiers.peers import PeerNetwork
 from moe.families import UnsupportedModelError
 from moe.load.checkpoint import CheckpointError
@@ -41,7 +42,7 @@ from scheduler.step.lockstep import LockStepError
 from scheduler.step.sizing import KVMemoryError
 from scheduler.structure.compiler import StructureError, Vocabulary
 from server.link.messages import Fault, Regrouped
-from server.link.rank_link import LinkError, reach
+from server.link.rank_link import LinkError, RefusedError, find_return, reach
 from server.link.seal import mac
 from server.machine.interfaces import find_interfaces, gloo_takes
 from server.machine.lines import say
@@ -71,8 +72,10 @@ from server.serve.store.claim import publish_service
 from server.serve.store.node_check import NodesDifferError, check_newcomer, check_nodes_together
 from server.serve.store.rendezvous import Place, place_from
 from server.serve.store.signed_store import SignedStore
+from server.serve.supervisor import UNDER_SERVE
 
 JOIN_TIMEOUT_S = 600.0  # other ranks may still be reading their weights
+RETURN_TIMEOUT_S = 20.0  # for the front's answer
 STATS_EVERY = 50  # steps without outputs between two reports
 FRONT_KEY = "front"
 FAILURES = (
@@ -93,24 +96,31 @@ def run_engine(options: Options, *, environment: Mapping[str, str] = os.environ)
         options, environment = options_from_json(order.options, order.environment), order.environment
     die_with_parent()
     place = place_from(environment)
-    pool = place.pool_in(options)
+    has_pools = options.pools or options.has_own_pool or place.pool
+    pool = place.pool_in(options) if has_pools else None
     try:
-        _serve(options, place, pool, environment)
+        _serve(options, place, environment)
     except FrontGoneError:
         return FRONT_IS_GONE
     except FAILURES as error:
-        text = str(error) if isinstance(error, OF_SERVICE) else by_rank(str(error), pool.ranks)
+        is_as_said = pool is None or isinstance(error, OF_SERVICE)
+        text = str(error) if is_as_said or pool is None else by_rank(str(error), pool.ranks)
         say(f"rank {place.rank}: {type(error).__name__}: {text}", error=True)
         return 1
     return 0
 
 
-def _serve(options: Options, place: Place, pool: Pool, environment: Mapping[str, str]) -> None:
+def _serve(options: Options, place: Place, environment: Mapping[str, str]) -> None:
     """Serve one rank. `place` has its number in the service; the engine gets its number in the pool."""
-    num_restarts = num_restarts_of(environment)
-    key, in_pool, prefix = options.cluster_key, _place_in(pool, place), f"pool/{pool.name}"
+    num_restarts, key = num_restarts_of(environment), options.cluster_key
     store = _own_store(place, environment, key)
     front = _front(place, store, environment, key)
+    home = None
+    if num_restarts:
+        _check_front(front, options.engine.front_recovery_timeout_s)
+        place, home = _return_to(place, front, options, environment)
+    pool = place.pool_in(options)
+    in_pool, prefix = _place_in(pool, place), f"pool/{pool.name}"
     supervisor = SupervisorPipe(environment)
     http = front["http"] if FRONT_VARIABLE in environment else address_elsewhere(front)
     supervisor.send(ServiceAddress(http))
@@ -119,7 +129,6 @@ def _serve(options: Options, place: Place, pool: Pool, environment: Mapping[str,
     )
     node = PrefixStore("nodes", store), place, Path(options.model), key, socket.gethostname()
     if num_restarts:
-        _check_front(front, options.engine.front_recovery_timeout_s)
         if options.join is not None:
             check_newcomer(*node, pools=options.pools, has_own_pool=options.has_own_pool)
     else:
@@ -141,6 +150,7 @@ def _serve(options: Options, place: Place, pool: Pool, environment: Mapping[str,
         store=PrefixStore(f"{prefix}/membership", _own_store(place, environment, key)),
         host_store=PrefixStore("host", store),
         is_joining=num_restarts > 0,
+        placement=home,
         available=available_bytes,
         network=_peer_network(options, place, front, environment),
     )
@@ -157,6 +167,33 @@ def _serve(options: Options, place: Place, pool: Pool, environment: Mapping[str,
         _walk(built, config, front, supervisor, stream, num_restarts)
     finally:
         built.engine.close()
+
+
+def _return_to(
+    place: Place, front: dict[str, str], options: Options, environment: Mapping[str, str]
+) -> tuple[Place, Placement | None]:
+    """Return the place of an engine that did not start with the service, and the placement to load: a resize may have changed
+    the number of ranks since its supervisor started.
+
+    Raises:
+        FrontGoneError: The front is gone.
+        RefusedError: The service does not want this rank.
+    """
+    timeout_s = options.engine.front_recovery_timeout_s or RETURN_TIMEOUT_S
+    try:
+        found = find_return(
+            front["ranks_address"], front["token"], place.rank, timeout_s, cluster_key=options.cluster_key
+        )
+    except RefusedError:
+        raise
+    except LinkError as error:
+        raise FrontGoneError from error
+    if not found.num_ranks:  # its pool keeps its size
+        return place, found.placement
+    # Under serve all ranks are here. Under torchrun the number of this node's ranks does not change.
+    num_local_ranks = found.num_ranks if UNDER_SERVE in environment else place.local_world_size
+    place = replace(place, world_size=found.num_ranks, local_world_size=num_local_ranks, pool=None)
+    return place, found.placement
 
 
 def _place_in(pool: Pool, place: Place) -> Place:

@@ -3,6 +3,7 @@
 The fields are torchrun's (torch.distributed.elastic.multiprocessing.errors), so its table of failures shows our sentence.
 `time_ns` is an addition that orders failures: ranks fail within milliseconds of each other, and torchrun's timestamp
 counts seconds. A second file in the same folder records that a rank stays away, which is not a failure until all ranks do.
+A third one marks a rank that a resize adds: it does not belong to the service yet, and its failures are no failures of the service.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # the variable in which torchrun gives e
 FIRST = 0  # before every other time
 LAST = (1 << 63) - 1  # after every other time
 _ABSENCES = "rank-*-stays-away"
+_JOINING = "joining"
 
 
 def write_failure(path: Path, text: str, *, time_ns: int | None = None) -> None:
@@ -23,14 +25,33 @@ def write_failure(path: Path, text: str, *, time_ns: int | None = None) -> None:
     path.write_text(json.dumps({"message": {"message": text, "extraInfo": extra}, "time_ns": stamp}))
 
 
+def read_failure(path: Path) -> str | None:
+    """Return the sentence in a process's file. None without one."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return str(json.loads(path.read_bytes())["message"]["message"])
+    return None
+
+
 def first_failure(directory: Path) -> str | None:
     """Return the sentence of the first process that failed, from all files below `directory`; None without failures."""
     failures = []
     for path in directory.glob("**/error.json"):
+        if (path.parent / _JOINING).exists():
+            continue
         with contextlib.suppress(ValueError, KeyError, TypeError):  # half-written, or by another program
             content = json.loads(path.read_bytes())
             failures.append((int(content["time_ns"]), str(content["message"]["message"])))
     return min(failures)[1] if failures else None
+
+
+def mark_joining(directory: Path) -> None:
+    """Mark the folder of a rank that does not belong to the service yet."""
+    (directory / _JOINING).touch()
+
+
+def mark_joined(directory: Path) -> None:
+    """Remove the mark of `mark_joining`."""
+    (directory / _JOINING).unlink(missing_ok=True)
 
 
 def write_absence(path: Path, rank: int, text: str) -> None:

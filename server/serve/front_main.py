@@ -38,12 +38,14 @@ from scheduler.weights.versions import WeightReport
 from server.front.errors import ApiError
 from server.front.journal import Journal
 from server.front.nodes import JoinedPools, Nodes
+from server.front.resize import ResizeRecord
 from server.front.several.seat import Seat
 from server.http.observability.logs import logging_to
 from server.http.observability.metrics import Metrics
 from server.link.messages import (
     Claim,
     Claimed,
+    ExpertsRead,
     Fault,
     FromRank,
     MemorySwitched,
@@ -51,6 +53,8 @@ from server.link.messages import (
     PlacementUpdate,
     RankFacts,
     Regrouped,
+    ReturnOf,
+    ReturnTo,
     StepOutput,
 )
 from server.link.ranks import RankLost, Ranks
@@ -61,6 +65,7 @@ from server.options.table import Options
 from server.serve.child_messages import FrontAddresses, encode, ranks_addresses
 from server.serve.children import END_NOW_SIGNAL, FRONT_VARIABLE, KEPT_VARIABLE, raise_descriptor_limit
 from server.serve.preflight.unix_socket import listening_at
+from server.serve.rank_processes import LauncherLine
 
 if TYPE_CHECKING:  # it imports the planner's compiled kernels
     from server.serve.http_service import HttpService
@@ -99,7 +104,7 @@ def run_front(
             before = json.loads(environment.get(FRONT_VARIABLE, "null"))
             with _listener(options, is_first=before is None) as listener, _kept_in(environment) as kept:
                 place = _Place(number, before, ranks_host, Path(kept))
-                return asyncio.run(_run(options, num_ranks, listener, ready_fd, place))
+                return asyncio.run(_run(options, num_ranks, listener, ready_fd, place, environment))
         except OptionsError as error:
             return _complain(str(error))
 
@@ -142,9 +147,16 @@ def _kept_in(environment: Mapping[str, str]) -> contextlib.AbstractContextManage
 
 
 async def _run(
-    options: Options, num_ranks: int, listener: socket.socket, ready_fd: int | None, place: _Place
+    options: Options,
+    num_ranks: int,
+    listener: socket.socket,
+    ready_fd: int | None,
+    place: _Place,
+    environment: Mapping[str, str],
 ) -> int:
     ending = _Ending()
+    record = ResizeRecord(place.kept / "resize.json")
+    num_ranks = record.num_ranks or num_ranks
     token = place.announced["token"] if place.announced else secrets.token_urlsafe(32)
     seat = None
     if options.api_server_count > 1:
@@ -154,6 +166,8 @@ async def _run(
     try:
         ranks = Ranks(num_ranks, token, cluster_key=options.cluster_key)
         ranks_address = ranks.bind(place.ranks_host, place.ranks_port)
+        if record.num_ranks:  # ranks may know an earlier number
+            ranks.resize(num_ranks, num_ranks)
     except OptionsError as error:
         return _complain(str(error))
     except RuntimeError as error:
@@ -178,6 +192,7 @@ async def _run(
             journal=Journal(),
             metrics=metrics,
             kept=place.kept,
+            record=record,
             secret=token,
             seat=seat,
         )
@@ -186,6 +201,7 @@ async def _run(
     gc.freeze()  # full collections stop all streams; exclude every object that exists now
     joined = JoinedPools(Path(place.kept) / "pools", is_again=place.is_again)
     front = _Front(options, ranks, metrics, http, ending, joined)
+    front.begin_resizes(environment)
     return await front.run(listener, is_again=place.is_again)
 
 
@@ -237,7 +253,23 @@ class _Front:
         for each in http.pools if http.leads else ():
             each.lead(http.requests, self._fail_pool)
         http.weights.on_ready = lambda rank: self._pools[rank].leader.attach(rank)
+        http.on_size = self._on_size
         ending.on_hurry = self._hurry
+
+    def begin_resizes(self, environment: Mapping[str, str]) -> None:
+        """Connect to the launcher, if there is one. Ranks that an interrupted resize left behind end."""
+        resize = self._http.resize
+        if not self._http.leads:
+            return
+        if (line := LauncherLine.of(environment, resize.take_end)) is not None:
+            resize.processes = line
+        resize.recover()
+
+    def _on_size(self, num_ranks: int, most: int) -> None:
+        """Follow a resize. `most`: ranks that may attach."""
+        self._nodes.resize(self._http.pools[0].pool)
+        # Ranks that have left stay here: their last messages may still arrive.
+        self._pools |= dict.fromkeys(range(most), self._http.pools[0])
 
     async def run(self, listener: socket.socket, *, is_again: bool) -> int:
         """Serve until a signal or a fatal error; return the exit status.
@@ -249,7 +281,7 @@ class _Front:
             for pool in self._http.pools:
                 pool.resume()
         self._look_at_links()
-        await self._ranks.serve(self._receive, self._claim, self._nodes.world_size_of)
+        await self._ranks.serve(self._receive, self._claim, self._find_return, self._nodes.world_size_of)
         serving = asyncio.create_task(self._http.serve(listener))
         serving.add_done_callback(self._on_http_end)
         await self._ending.begun.wait()
@@ -341,6 +373,8 @@ class _Front:
                     http.requests.deliver(rank, outputs)
             case Heartbeat() | LoadReport() | ExpertMap() | PlacementUpdate() | Regrouped() | Fault():
                 self._pools[rank].receive(rank, message)
+            case ExpertsRead(version, problem):
+                http.resize.take_read(rank, version, problem)
             case MemorySwitched(number):
                 http.sleep_mode.take_switched(rank, number)
             case WeightReport():
@@ -362,7 +396,19 @@ class _Front:
             for pool in self._http.pools
             for rank, absence in pool.epochs.missing.items()
         }
-        return self._nodes.claim(claim, missing, time.monotonic())
+        return self._nodes.claim(claim, missing, time.monotonic(), self._http.resize.coming)
+
+    def _find_return(self, asked: ReturnOf) -> ReturnTo:
+        """Describe to an engine the ranks that it returns to or joins."""
+        pool = self._pools.get(asked.rank)
+        if pool is None and self._nodes.world_size_of(asked.rank) is not None:  # of a pool that joins
+            return ReturnTo(0, None)
+        found = None if pool is None else self._http.placement_for(pool, asked.rank)
+        if found is None:
+            return ReturnTo(
+                0, None, f"the service has {self._ranks.num_ranks} ranks, and does not wait for this one"
+            )
+        return ReturnTo(*found)
 
     def _admit(self, pool: Pool) -> None:
         """Add the pool of a first rank that attaches. Its ranks get requests when all have attached and met."""
@@ -404,11 +450,13 @@ class _Front:
         self._http.adapters.note_lost(rank)
         if self._http.weights.lose(rank):
             _LOG.warning("rank %d is lost before it had loaded the serving weights: %s", rank, reason)
+            self._http.resize.take_end(rank, reason)
         elif self._is_closing or self._ending.now.is_set():
             _LOG.warning("rank %d is lost while the service ends: %s", rank, reason)
         elif self._http.fronts is not None and self._http.fronts.following is not None:
             self._http.fronts.following.lose(rank)
         else:
+            self._http.resize.take_end(rank, reason)
             self._pools[rank].leader.lose(rank, reason)
 
     def _fail_pool(self, pool: "PoolFront", reason: str) -> None:

@@ -34,11 +34,13 @@ from server.link.messages import (
     Abort,
     DropPlacement,
     Expect,
+    ExpertsRead,
     MemorySwitched,
     MemoryUse,
     PlacementUpdate,
     Prepare,
     RankFacts,
+    ReadExperts,
     Served,
     StepOutput,
     Stop,
@@ -86,7 +88,7 @@ class FrontStream:
         self._lock = threading.Lock()  # between the step loop's thread and the link's
         self._open_ids: set[str] = set()  # requests of the current link
         self._cut_off = Counter[str]()  # requests of broken links, until the engine has ended them
-        self._pool = pool.ranks
+        self._pool, self._num_ranks = pool.ranks, config.world_size
         self._facts = RankFacts(
             rank=pool.ranks[config.rank],
             world_size=num_ranks,
@@ -108,6 +110,7 @@ class FrontStream:
             self._facts = replace(self._facts, loaded=loaded)
         self.link = self._make_link(self._facts)
         if leads:
+            built.read_ahead.on_read = lambda version, problem: self.link.send(ExpertsRead(version, problem))
             built.engine.memory.on_switched = lambda number: self.link.send(MemorySwitched(number))
             built.engine.weights.on_report = lambda report: self.link.send(report)
             if built.engine.adapters is not None:
@@ -201,10 +204,14 @@ class FrontStream:
                 engine.stop()
             case Prepare(placement):
                 relocation.prepare(placement)
+            case ReadExperts(placement):
+                self._built.read_ahead.begin(placement, self._config.rank)
             case DropPlacement(version):
                 relocation.drop(version)
+                self._built.read_ahead.drop(version)
             case Order(epoch, members, placement):
                 self._epoch = max(self._epoch, epoch)
+                self._num_ranks = message.num_ranks or self._num_ranks
                 self._note_home(placement, len(members))
                 engine.regroup(message)
             case ForgetPrefixes(generation):
@@ -280,7 +287,7 @@ class FrontStream:
         return read_slot(self._built.model.layers[0], 0).num_bytes
 
     def _note_home(self, placement: Placement, num_members: int) -> None:
-        if num_members == self._config.world_size:
+        if num_members == self._num_ranks:
             self._home = placement
 
 

@@ -20,6 +20,7 @@ import uvicorn
 from fastapi import APIRouter
 from starlette.types import ASGIApp
 
+from expert_placement.placement import Placement
 from server.api.anthropic.messages import messages_routes
 from server.api.ollama.routes import ollama_routes
 from server.api.openai.batches.batch_store import BatchStore
@@ -58,6 +59,7 @@ from server.front.pausing import Pausing
 from server.front.pool_roles import PoolRoles
 from server.front.readiness import why_service_not_ready
 from server.front.requests import Requests
+from server.front.resize import Resize, ResizeRecord
 from server.front.routers import ROUTERS
 from server.front.several.seat import Seat
 from server.front.several.service_state import ServiceState
@@ -80,7 +82,7 @@ from server.http.exchanges import (
 from server.http.guards import ApiKeys
 from server.http.idempotency import IdempotentAnswers
 from server.http.kept_answers import KeptAnswers
-from server.http.observability.gauges import FrontMetrics, MembershipMetrics
+from server.http.observability.gauges import FrontMetrics, MembershipMetrics, ResizeMetrics
 from server.http.observability.images import ImageMetrics
 from server.http.observability.logs import AccessLog, RequestLog
 from server.http.observability.metrics import Metrics
@@ -90,6 +92,7 @@ from server.http.observability.tracing import Traces
 from server.http.pool_routes import pool_routes
 from server.http.protocol import PunctualProtocol
 from server.http.rank_routes import rank_routes
+from server.http.resize_routes import resize_routes
 from server.http.sleep_routes import sleep_routes
 from server.http.weight_routes import weight_routes
 from server.link.ranks import Ranks
@@ -99,6 +102,7 @@ from server.options.adapters import modules_of
 from server.options.pools import Pool
 from server.options.table import PRIORITY, HttpOptions, Options
 from server.serve.pool_front import PoolFront
+from server.serve.preflight.resizes import why_no_resizes, why_not_resized
 from server.serve.several_fronts import FrontOfSeveral, inner_app, share_of, state_of
 
 # The same fields of generation_config.json that vLLM uses as defaults.
@@ -131,6 +135,7 @@ class HttpService:
         journal: Journal,
         metrics: Metrics,
         kept: Path,
+        record: ResizeRecord,
         secret: str,
         seat: Seat | None = None,
         environment: Mapping[str, str] = os.environ,
@@ -139,6 +144,7 @@ class HttpService:
 
         Args:
             kept: Folder that outlives this process, for answers kept for retries, and for files without --files-dir.
+            record: The number of ranks, kept for the front that replaces this one.
             secret: A secret that all fronts of a service share.
             seat: The place of this front among several; None if it is the only one.
 
@@ -156,7 +162,7 @@ class HttpService:
             folder=kept / "weights" if options.http.weights_dir is None else Path(options.http.weights_dir),
             model_type=_model_type(Path(options.model)),
             why_impossible=_why_no_update(options),
-            why_not_now=self._why_asleep,
+            why_not_now=self._why_paused,
             on_served=self._forget_routes,
             events=self.events,
         )
@@ -226,11 +232,26 @@ class HttpService:
             on_level=metrics.note_sleep,
             events=self.events,
         )
+        self.on_size: Callable[[int, int], None] = lambda _num_ranks, _most: None  # see `Resize`
+        self.resize = Resize(
+            self.pools[0],
+            self._moves,
+            ranks,
+            record,
+            timeout_s=options.resize_timeout_s,
+            why_not=lambda num_ranks, wanted: why_not_resized(options, num_ranks, wanted),
+            why_not_now=self._why_not_resized_now,
+            impossible=_no_resizes(options),
+            on_size=self._on_size,
+            events=self.events,
+        )
+        if record.home is not None:  # the earlier front ended while ranks met
+            self.pools[0].placement.resize(record.home)
         self.adapters.on_broken = self._forget_prefixes
         keys, clock = _keys(options), SteadyClock()
-        files = _file_store(options.http, keys, kept, clock)
+        # The leading front has the files.
+        files = _file_store(options.http, keys, kept, clock) if self.leads else None
         self.model = _served_model(options, tokenizer, ranks, self.adapters, files)
-        self._router = router
         self._balancing: list[asyncio.Task[None]] = []  # with --enable-eplb, once it serves
         name, are_named = options.served_model_names[0], self._has_several
         metrics.add(ExpertsMetrics(self._loads, name, are_named=are_named))
@@ -240,6 +261,7 @@ class HttpService:
             metrics.add(ImageMetrics(lambda: encoder.counts))
         metrics.add(FrontMetrics(self.requests, router, name))
         metrics.add(MembershipMetrics(self._epochs, journal, self._num_parked, name, are_named=are_named))
+        metrics.add(ResizeMetrics(self.resize, options.served_model_names[0]))
         version = version_of("wideep") or "0+unknown"  # an uninstalled checkout
         self._traces = Traces.to(options.log.otlp_endpoint, service_version=version)
         self._left_runs = LeftRuns(kept / self._own_folder("background"))
@@ -254,7 +276,7 @@ class HttpService:
                 left=self._left_runs,
             ),
         ]
-        batching = self._batching(options.http, files, answering, version, clock) if self.leads else []
+        batching = [] if files is None else self._batching(options.http, files, answering, version, clock)
         app = build_app(
             [*answering, *batching, *self._routers(options, metrics, version, environment)],
             version=version,
@@ -370,8 +392,10 @@ class HttpService:
                 self._moves.drains,
                 self.sleep_mode,
                 lambda: self._roles.roles,
+                self.resize,
             ),
             rank_routes(self._moves, self.why_not_ready),
+            resize_routes(self.resize),
             pool_routes(self._roles, self.why_not_ready),
             sleep_routes(self.sleep_mode, lambda: self._all_requests.num_open),
             weight_routes(self.weights, self.pausing, self.requests, self._weight_group),
@@ -505,11 +529,37 @@ class HttpService:
     def _forget_routes(self) -> None:
         self.requests.forget_prefixes()
 
-    def _why_asleep(self) -> str | None:
-        return self.sleep_mode.why_not_ready()
+    def _why_paused(self) -> str | None:
+        return self.sleep_mode.why_not_ready() or self.resize.why_paused()
+
+    def _why_not_resized_now(self) -> str | None:
+        if self.weights.is_open:
+            return "a weight update has begun"
+        return self.why_not_ready() or self.weights.why_no_moves()
+
+    def _on_size(self, num_ranks: int, most: int) -> None:
+        """Follow a resize: make room for `most` ranks, of which `num_ranks` belong to the service."""
+        self._router.grow(most)
+        self._metrics.grow(most)
+        only = self.pools[0]
+        only.pool = only.pool._replace(num_ranks=num_ranks)
+        self._roles.resize(only.pool)
+        self._moves.resize(num_ranks)
+        for rank in range(num_ranks, self._router.num_ranks):  # they have left, or have yet to come
+            self._metrics.note_lost(rank)
+        self.on_size(num_ranks, most)
+
+    def placement_for(self, pool: PoolFront, rank: int) -> tuple[int, Placement | None] | None:
+        """Return the number of ranks and the placement with which an engine of a pool begins. None: it is not wanted.
+
+        The number is 0 if the service has pools. Their sizes do not change.
+        """
+        if self._has_several:
+            return 0, pool.home
+        return self.resize.placement_for(rank)
 
     def _why_no_moves(self) -> str | None:
-        return self._why_asleep() or self.weights.why_no_moves()
+        return self._why_paused() or self.weights.why_no_moves()
 
     def _why_refused(self) -> str | None:
         """Return why requests are refused now, or None if they are accepted."""
@@ -655,6 +705,13 @@ def _why_no_update(options: Options) -> str | None:
     return _NO_UPDATE if options.device == "cuda" else None
 
 
+def _no_resizes(options: Options) -> ApiError | None:
+    if options.api_server_count > 1:
+        return ApiError(501, f"The service cannot be resized: it has several fronts. {_NO_UPDATE_OF_FRONTS}")
+    reason = why_no_resizes(options)
+    return None if reason is None else bad_request(reason)
+
+
 def _file_store(http: HttpOptions, keys: ApiKeys, kept: Path, clock: SteadyClock) -> FileStore:
     directory = kept / "files" if http.files_dir is None else Path(http.files_dir)
     return FileStore(
@@ -663,7 +720,7 @@ def _file_store(http: HttpOptions, keys: ApiKeys, kept: Path, clock: SteadyClock
 
 
 def _served_model(
-    options: Options, tokenizer: Tokenizer, ranks: Ranks, adapters: Adapters, files: FileStore
+    options: Options, tokenizer: Tokenizer, ranks: Ranks, adapters: Adapters, files: FileStore | None
 ) -> ServedModel:
     warn_of_unknown_calls(options, tokenizer.template)
     sight = sight_of(Path(options.model), device=options.device)
@@ -692,11 +749,11 @@ def _served_model(
     )
 
 
-def _image_input(options: Options, sight: Sight, tokenizer: Tokenizer, files: FileStore) -> ImageInput:
+def _image_input(options: Options, sight: Sight, tokenizer: Tokenizer, files: FileStore | None) -> ImageInput:
     images = options.images
 
     async def read_file(file_id: str, where: str) -> bytes:
-        if options.api_server_count > 1:  # the leading front has the files
+        if files is None or options.api_server_count > 1:
             raise bad_request(
                 f"{where}: several fronts (--api-server-count) cannot take images by file_id. Send a data URL.",
                 where,

@@ -4,12 +4,18 @@ The front has one of these for each pool. They share nothing, so a pool regroups
 Requests, the router, the journal and metrics belong to the service. Ranks have their numbers in the service here.
 """
 
+import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import assert_never
 
+import numpy as np
+
+from expert_placement.config import slots_of_rank
 from expert_placement.history import History
+from expert_placement.placement import Placement
+from expert_placement.resized import resized
 from expert_placement.survivors import surviving
 from scheduler.epochs.heartbeat import Heartbeat, Watch
 from scheduler.epochs.orders import Order
@@ -54,6 +60,7 @@ class PoolFront:
         self.pool, self._ranks, self._events = pool, ranks, events
         self._name = "" if is_only else pool.name
         self._weights = weights
+        self._num_redundant = eplb.num_redundant_experts
         self.epochs = Epochs(
             pool.num_ranks, recovery_timeout_s=engine.rank_recovery_timeout_s, first_rank=pool.first_rank
         )
@@ -116,6 +123,29 @@ class PoolFront:
         is_new = self.epochs.phase is Phase.STARTING or self.placement.home is None
         return is_new and not self._is_resumed
 
+    @property
+    def home(self) -> Placement | None:
+        """The placement over all ranks of the pool."""
+        return self.placement.home
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether experts move."""
+        return self.placement.is_changing
+
+    async def plan(self, num_ranks: int) -> Placement:
+        """Return a placement over another number of ranks, for the load in the window.
+
+        Raises:
+            ValueError: The experts do not fit.
+        """
+        home, window = self.placement.home, self.load.window
+        assert home is not None, "the pool serves"
+        load = np.zeros((home.num_layers, home.num_experts)) if window is None else window.expert_tokens()
+        slots = slots_of_rank(home.num_experts, num_ranks, self._num_redundant)
+        planned = await asyncio.to_thread(resized, home, num_ranks, slots, load)
+        return planned.with_version(self.placement.next_version())
+
     def attach(self, facts: RankFacts) -> None:
         """Record the facts of a rank that attaches. `leader.attach` must follow if it is to serve."""
         self.has_failed = False
@@ -145,11 +175,13 @@ class PoolFront:
 
     def _take_served(self, rank: int, served: Served) -> None:
         """Restore the previous front's state from a rank."""
-        placement = self.placement
-        if placement.home is None and served.home is not None:
-            report = PlacementReport(rank=rank, version=served.home.version, state=MoveState.SERVING)
-            placement.take_update(PlacementUpdate(report, served.home, served.expert_bytes))
+        placement, home = self.placement, served.home
+        if home is not None and self.load.experts is None:
             self.load.take_experts(served.experts)
+        if placement.home is None and home is not None and home.num_ranks == self.epochs.num_ranks:
+            report = PlacementReport(rank=rank, version=home.version, state=MoveState.SERVING)
+            placement.take_update(PlacementUpdate(report, home, served.expert_bytes))
+        placement.expert_bytes = placement.expert_bytes or served.expert_bytes
         placement.skip_versions(served.version)
 
     def _take_loaded(self) -> None:

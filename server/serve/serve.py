@@ -41,6 +41,7 @@ from server.serve.children import (
 )
 from server.serve.error_file import absences, first_failure
 from server.serve.greeting import greeting, ranks_in_words, summary
+from server.serve.launcher import num_rank_folders
 from server.serve.loading import LoadingScreen, has_screen
 from server.serve.preflight.checkpoint import with_checkpoint
 from server.serve.preflight.checks import check_start, say_notes
@@ -243,7 +244,7 @@ class _Watch:
     def _failure(self) -> str | None:
         """Return why the service must end: a process failed, or all ranks are absent. None if neither is recorded."""
         away = absences(self._log_directory)
-        if len(away) == self._options.data_parallel_size:
+        if away and len(away) == num_rank_folders(self._log_directory):
             return f"{away[-1]}: no rank is left"
         return first_failure(self._log_directory)
 

@@ -60,6 +60,7 @@ from server.serve.children import (
     stop_children,
 )
 from server.serve.error_file import ERROR_FILE, LAST, write_absence, write_failure
+from server.serve.rank_processes import LAUNCHER_VARIABLE
 from server.serve.restarts import Next, RestartPolicy
 from server.serve.spare import SPARE_VARIABLE, Spare, StartOrder
 from server.serve.store.rendezvous import RESTARTS_VARIABLE, Place
@@ -232,8 +233,13 @@ class Supervisor:
         self._selector.register(fd, selectors.EVENT_READ, callback)
 
     def _start_front(self, number: int) -> None:
-        pipe, is_only = MessagePipe(), self._options.api_server_count == 1
+        pipe, is_only, launcher = (
+            MessagePipe(),
+            self._options.api_server_count == 1,
+            self._environment.get(LAUNCHER_VARIABLE),
+        )
         extra = {KEPT_VARIABLE: self._make_folder(), **self._front_variable()}
+        kept_fds = (pipe.child_fd,) if launcher is None else (pipe.child_fd, int(launcher))
         ranks, fd = str(self._place.world_size), str(pipe.child_fd)
         flags = ("--ranks", ranks, "--ready-fd", fd, "--ranks-host", self._front_host)
         name = "the front" if is_only else f"front {number}"
@@ -242,7 +248,7 @@ class Supervisor:
             self._commands.front,
             flags if is_only else (*flags, "--front-number", str(number)),
             extra,
-            (pipe.child_fd,),
+            kept_fds,
             stop_signal=END_NOW_SIGNAL,
         )
         pipe.close_child_end()

@@ -23,6 +23,7 @@ from server.serve.preflight.model import PreflightError
 from server.serve.preflight.tiers import with_hand_over
 from server.serve.store.rendezvous import (
     NODE_VARIABLE,
+    RESTARTS_VARIABLE,
     Place,
     PlaceError,
     find_agent,
@@ -107,8 +108,8 @@ def _prepare(
     options: Options, place: Place, environment: Mapping[str, str], *, has_front: bool, store_host: str
 ) -> Options:
     """Resolve the model and the threads. One worker per node runs the preflight checks."""
-    ranks = options.data_parallel_size
-    if ranks is not None and ranks != place.local_world_size:
+    ranks, is_joining = options.data_parallel_size, RESTARTS_VARIABLE in environment
+    if ranks is not None and ranks != place.local_world_size and UNDER_SERVE not in environment:
         raise PlaceError(
             f"--data-parallel-size is {ranks}, but torchrun started {place.local_world_size} workers on this node; "
             "remove the flag: torchrun's --nproc-per-node sets the number of ranks"
@@ -117,8 +118,10 @@ def _prepare(
     device, given = choose_device(options.device) if UNDER_SERVE not in environment else None, options
     if device is not None:
         options = on_device(with_hand_over(options), device, num_local_ranks=place.local_world_size)
+    share = max(1, usable_cores() // place.local_world_size)
+    threads = options.engine.threads or share
     options = replace(with_checkpoint(options), data_parallel_size=place.local_world_size).with_engine(
-        threads=options.engine.threads or max(1, usable_cores() // place.local_world_size)
+        threads=min(threads, share) if is_joining else threads
     )
     if place.local_rank == 0 and device is not None:  # under serve, serve has checked already
         check_start(

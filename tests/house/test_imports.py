@@ -139,7 +139,12 @@ ORDER = (
     ("kvcache.blocks", "kvcache.paged_cache"),
     ("kvcache.codes", "kvcache.prefix", "kvcache.step"),
     ("kvcache.images", "kvcache.states"),
-    ("expert_placement.control", "expert_placement.history", "expert_placement.tools"),
+    (
+        "expert_placement.control",
+        "expert_placement.history",
+        "expert_placement.resized",
+        "expert_placement.tools",
+    ),
     ("expert_placement.files", "expert_placement.forecast", "expert_placement.plan"),
     (
         "expert_placement.choose",

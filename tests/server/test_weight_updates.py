@@ -96,7 +96,7 @@ def said(service: RealService) -> list[tuple[object, ...]]:
     return [each.said for each in stream_all(service.url, bodies())]
 
 
-def call(service: RealService, path: str, **body: Any) -> dict[str, Any]:
+def call(service: RealService, path: str, /, **body: Any) -> dict[str, Any]:
     answer = httpx.post(f"{service.url}{path}", json=body, timeout=CALL_S)
     assert answer.status_code == 200, f"{answer.text}\n{service.output()[-3000:]}"
     return dict(answer.json())

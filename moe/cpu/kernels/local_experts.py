@@ -19,11 +19,11 @@ _TILE_VALUES = 1 << 14
 
 
 @njit(nogil=True)
-def _first_group(adapters_at, row, num_slots):  # type: ignore[no-untyped-def]
-    # Of the row's adapter.
+def _copy_of(adapters_at, row):  # type: ignore[no-untyped-def]
+    # Of a slot's groups, the one of the row's adapter.
     if adapters_at == 0:
         return 0
-    return (words(adapters_at, row + 1)[row] + 1) * num_slots
+    return words(adapters_at, row + 1)[row] + 1
 
 
 def _sort_pairs(  # type: ignore[no-untyped-def]
@@ -51,14 +51,15 @@ def _sort_pairs(  # type: ignore[no-untyped-def]
         words(offsets_at, num_groups + 1),
     )
     row_of, pair_of = words(row_of_at, pairs), words(pair_of_at, pairs)
+    copies = num_groups // num_slots
     offsets[:] = 0
     for pair in range(pairs):
-        offsets[slot_of[ids[pair]] + _first_group(adapters_at, pair // choices, num_slots) + 1] += 1
+        offsets[slot_of[ids[pair]] * copies + _copy_of(adapters_at, pair // choices) + 1] += 1
     for slot in range(num_groups):
         offsets[slot + 1] += offsets[slot]
     place = offsets[:num_groups].copy()
     for pair in range(pairs):
-        slot = slot_of[ids[pair]] + _first_group(adapters_at, pair // choices, num_slots)
+        slot = slot_of[ids[pair]] * copies + _copy_of(adapters_at, pair // choices)
         row_of[place[slot]] = pair // choices
         pair_of[pair] = place[slot]
         place[slot] += 1

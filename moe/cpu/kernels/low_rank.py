@@ -9,6 +9,8 @@ a CPU's step has few rows for each adapter.
 Legend: T rows, K input features, N output features, R rank (W: rounded up to vectors), P pairs (row, choice), G groups of pairs.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 from numba import njit
 from torch import Tensor
@@ -83,19 +85,23 @@ def _adapt(tile, x, x_stride, k, adapters_at, table, out, out_stride, n, rows_at
 
 
 def _adapt_pairs(  # type: ignore[no-untyped-def]
-    tile, x, x_stride, row_of, k, offsets_at, num_groups, table, out, out_stride, n,
+    tile, x, x_stride, row_of, k, offsets_at, num_slots, copies, count_at, table, out, out_stride, n,
 ):  # fmt: skip
     """Add the low-rank products of experts to pairs that are sorted by group.
 
     Args:
         x: Address of float32 rows of K. row_of: Address of every pair's row, or 0 if pairs have their own rows.
-        offsets_at: Address of [G + 1] int64; pairs [offsets[g], offsets[g + 1]) belong to group g, which is entry g of the table.
+        offsets_at: Address of [G + 1] int64; pairs [offsets[g], offsets[g + 1]) belong to group g = slot * copies + copy. Copy 0 is of
+            rows without an adapter, copy c of the adapter at place c - 1: entry (c - 1) * S + slot of the table.
+        num_slots: S. copies: G / S.
+        count_at: Address of the number of pairs, or of 0 if none has an adapter.
         out: Address of [P, N] float32, at pair 0.
     """
+    num_groups = num_slots * copies
     offsets = words(offsets_at, num_groups + 1)
     if tile < 0:
-        return offsets[num_groups] - offsets[0]
-    pair = offsets[0] + tile
+        return words(count_at, 1)[0]
+    pair = tile
     low, high = 0, num_groups  # offsets[low] <= pair < offsets[high]
     while high - low > 1:
         middle = (low + high) // 2
@@ -103,10 +109,45 @@ def _adapt_pairs(  # type: ignore[no-untyped-def]
             low = middle
         else:
             high = middle
+    slot, copy = low // copies, low % copies
+    if copy == 0:
+        return 0
     row = pair
     if row_of != 0:
         row = words(row_of, pair + 1)[pair]
-    _add_low_rank(x + row * x_stride, k, table + low * _ENTRY_BYTES, out + pair * out_stride, n)
+    _add_low_rank(
+        x + row * x_stride,
+        k,
+        table + ((copy - 1) * num_slots + slot) * _ENTRY_BYTES,
+        out + pair * out_stride,
+        n,
+    )
+    return 0
+
+
+def _split(tile, offsets_at, num_slots, copies, all_at, fused_at, plain_at):  # type: ignore[no-untyped-def]
+    """Write offsets by slot from those by group.
+
+    Args:
+        all_at: Address of [S + 1] int64, of all pairs.
+        fused_at, plain_at: Addresses of the same. If no pair has an adapter the first is as `all`, otherwise the second; the other has
+            no pairs. So the gate is part of the product, or comes after the adapters' products.
+    """
+    if tile < 0:
+        return 1
+    offsets = words(offsets_at, num_slots * copies + 1)
+    every, fused, plain = (
+        words(all_at, num_slots + 1),
+        words(fused_at, num_slots + 1),
+        words(plain_at, num_slots + 1),
+    )
+    adapted = 0
+    for slot in range(num_slots):
+        adapted += offsets[(slot + 1) * copies] - offsets[slot * copies + 1]
+    for slot in range(num_slots + 1):
+        every[slot] = offsets[slot * copies]
+        fused[slot] = 0 if adapted > 0 else offsets[slot * copies]
+        plain[slot] = offsets[slot * copies] if adapted > 0 else 0
     return 0
 
 
@@ -130,7 +171,7 @@ def _silu_rows(tile, x, x_stride, panels, offsets_at, num_groups, out, out_strid
 
 
 ADAPT, ADAPT_PAIRS = Kernel(_adapt, TILES_VERSION), Kernel(_adapt_pairs, TILES_VERSION)
-SILU_ROWS = Kernel(_silu_rows, TILES_VERSION)
+SILU_ROWS, SPLIT = Kernel(_silu_rows, TILES_VERSION), Kernel(_split, TILES_VERSION)
 
 
 def adapt_row(
@@ -140,13 +181,20 @@ def adapt_row(
     return ADAPT.row(x, x_stride, k, adapters, table.address, out, out_stride, n, rows_at)
 
 
+class Groups(NamedTuple):
+    """Pairs sorted by group, see `_adapt_pairs`. Fields are addresses, except for the sizes."""
+
+    offsets: int
+    num_slots: int
+    copies: int
+    num_pairs: int
+
+
 def adapt_pairs_row(
-    x: int, x_stride: int, row_of: int, k: int, offsets: int, table: FactorTable, out: int, out_stride: int, n: int
+    x: int, x_stride: int, row_of: int, k: int, groups: Groups, table: FactorTable, out: int, out_stride: int, n: int
 ) -> list[int]:  # fmt: skip
-    """Return a program row for `_adapt_pairs`, with a group for each of the table's entries."""
-    return ADAPT_PAIRS.row(
-        x, x_stride, row_of, k, offsets, len(table.words), table.address, out, out_stride, n
-    )
+    """Return a program row for `_adapt_pairs`."""
+    return ADAPT_PAIRS.row(x, x_stride, row_of, k, *groups, table.address, out, out_stride, n)
 
 
 def adapt(

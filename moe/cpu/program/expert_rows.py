@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moe.cpu.experts import AdaptedPairs, PackedExpertLayer
 from moe.cpu.kernels.local_experts import CLOCK
+from moe.cpu.kernels.low_rank import SPLIT, Groups
 from moe.cpu.kernels.products import GATHER
 from moe.cpu.program.activations import Activations, Rows
 
@@ -53,23 +54,38 @@ def expert_rows(
     gathered = activations.room("gathered", up.format.row_bytes, torch.uint8, rows=pairs).data_ptr()
     raised_PI = activations.room("raised", down.in_dim, rows=pairs)
     answers_PD = activations.room("answers", down.width, rows=pairs)
-    num_pairs = asked.offsets + 8 * asked.num_groups  # address of their number
+    copies, num_slots = asked.num_groups // up.num_slots, up.num_slots
+    every = fused = plain = asked.offsets
+    splitting: Rows = []
+    if copies > 1:
+        every, fused, plain = (
+            activations.room(f"{name} offsets", num_slots + 1, torch.int64, rows=1).data_ptr()
+            for name in ("slot", "fused", "plain")
+        )
+        splitting = [SPLIT.row(asked.offsets, num_slots, copies, every, fused, plain)]
+    num_pairs = every + 8 * num_slots  # address of their number
     quantised, given = activations.taken(up.format, asked.x_ND, asked.num_rows)
     lowered, taken = activations.taken(down.format, raised_PI, num_pairs)
     raised, answers = raised_PI.data_ptr(), answers_PD.data_ptr()
-    raising = [up.product_row(gathered, asked.offsets, raised, is_gated=True)]
+    raising = [up.product_row(gathered, fused, raised, is_gated=True)]
     adding: Rows = []
-    if asked.num_groups > up.num_slots:
-        adapted = AdaptedPairs(layer, asked.offsets, asked.x_ND.data_ptr(), asked.row_of)
-        both_PI = activations.room("both", up.width, rows=pairs)
-        raising += adapted.raised_rows(gathered, both_PI.data_ptr(), raised)
+    if copies > 1:
+        groups = Groups(asked.offsets, num_slots, copies, plain + 8 * num_slots)
+        adapted = AdaptedPairs(layer, groups, asked.x_ND.data_ptr(), asked.row_of)
+        both = activations.room("both", up.width, rows=pairs).data_ptr()
+        raising += [
+            up.product_row(gathered, plain, both),
+            adapted.up_row(both),
+            adapted.silu_row(both, plain, raised),
+        ]
         adding = [adapted.down_row(raised, down.in_dim * 4, answers)]
     rows = [
+        *splitting,
         *quantised,
         GATHER.row(given, up.format.row_bytes, asked.row_of, num_pairs, gathered),
         *raising,
         *lowered,
-        down.product_row(taken, asked.offsets, answers, num_groups=asked.num_groups),
+        down.product_row(taken, every, answers),
         *adding,
     ]
     return clock.around(rows), answers_PD

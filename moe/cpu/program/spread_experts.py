@@ -51,11 +51,9 @@ def _choose(  # type: ignore[no-untyped-def]
         count(ids, slots, pairs, num_decodes * num_choices, num_experts, num_ranks, slots_per_rank, table)
     if num_groups != slots_per_rank:
         chosen, place = words(slots, pairs), words(adapters, words(facts, 3)[0])
+        copies = num_groups // slots_per_rank
         for pair in range(pairs):
-            copy = place[pair // num_choices] + 1
-            chosen[pair] += (
-                chosen[pair] // slots_per_rank * (num_groups - slots_per_rank) + copy * slots_per_rank
-            )
+            chosen[pair] = chosen[pair] * copies + place[pair // num_choices] + 1
     return 0
 
 

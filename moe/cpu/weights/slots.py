@@ -33,16 +33,7 @@ class PackedSlots:
     def __init__(self, out_dim: int, parts_S: Sequence[Parts], quantised: PackedCoding | None = None) -> None:
         """Serve these slots."""
         self.out_dim, self.quantised = out_dim, quantised
-        self._copies = 1
         self._serve(parts_S)
-
-    def repeat(self, copies: int) -> None:
-        """List every slot's address this many times, so that a product may have several groups of rows for each slot.
-
-        Group `copy * S + slot` is a group of that slot.
-        """
-        self._copies = copies
-        self._serve(self._parts_S)
 
     @classmethod
     def like(cls, weight_NK: Tensor | QuantisedWeight, bias_N: Tensor | None, slots: int) -> "PackedSlots":
@@ -55,11 +46,8 @@ class PackedSlots:
     def _serve(self, parts_S: Sequence[Parts]) -> None:
         self._parts_S = list(parts_S)
         self.format: Format = format_of(parts_S[0][""], parts_S[0].get("scales"), self.quantised)
-        self._addresses = np.tile(_addresses([parts[""] for parts in parts_S]), self._copies)
-        scales = _addresses([parts["scales"] for parts in parts_S if "scales" in parts])
-        self._scale_addresses = np.tile(scales, self._copies)
-        self.address_S = self._addresses[: len(parts_S)]
-        self.scale_address_S = self._scale_addresses[: len(scales)]
+        self.address_S = _addresses([parts[""] for parts in parts_S])
+        self.scale_address_S = _addresses([parts["scales"] for parts in parts_S if "scales" in parts])
         self._bias_SN = _gathered([parts["bias"] for parts in parts_S if "bias" in parts])
 
     @property
@@ -89,9 +77,9 @@ class PackedSlots:
     def exchange(self, slot: int, new: "PackedSlots") -> "PackedSlots":
         old, parts = self.at(slot), new._parts_S[0]
         self._parts_S[slot] = parts
-        self._addresses[slot :: self.num_slots] = new.address_S[0]
+        self.address_S[slot] = new.address_S[0]
         if self.quantised is not None:
-            self._scale_addresses[slot :: self.num_slots] = new.scale_address_S[0]
+            self.scale_address_S[slot] = new.scale_address_S[0]
         if "bias" in parts:
             self._bias_SN = _gathered([each["bias"] for each in self._parts_S])
         return old
@@ -115,29 +103,20 @@ class PackedSlots:
         """Whether `finished` adds a bias."""
         return self._bias_SN is not None
 
-    def product_row(
-        self, x: int, offsets: int, out: int, *, is_gated: bool = False, num_groups: int = 0
-    ) -> list[int]:
-        """Return a program row that multiplies sorted rows with their slots' weights. See `kernels.products.grouped_row`.
-
-        Args:
-            num_groups: Groups of rows, see `repeat`. 0: one for each slot.
-        """
+    def product_row(self, x: int, offsets: int, out: int, *, is_gated: bool = False) -> list[int]:
+        """Return a program row that multiplies sorted rows with their slots' weights. See `kernels.products.grouped_row`."""
         return grouped_row(
-            x, self.format, self._addresses.ctypes.data, self._scale_addresses.ctypes.data, offsets,
-            num_groups or self.num_slots, out, is_gated=is_gated,
+            x, self.format, self.address_S.ctypes.data, self.scale_address_S.ctypes.data, offsets, self.num_slots, out,
+            is_gated=is_gated,
         )  # fmt: skip
 
     def finished(self, out_PN: Tensor, slot_offsets: Tensor) -> Tensor:
-        """Cut a product [P, width] to [P, out_dim], contiguous, and add the slots' biases. Groups are as in `repeat`."""
+        """Cut a product [P, width] to [P, out_dim], contiguous, and add the slots' biases."""
         if out_PN.shape[1] != self.out_dim:
             out_PN = out_PN[:, : self.out_dim].contiguous()
         if self._bias_SN is not None:
-            rows_G = slot_offsets.diff()
-            bias_GN = self._bias_SN
-            if len(rows_G) != self.num_slots:
-                bias_GN = bias_GN.repeat(len(rows_G) // self.num_slots, 1)
-            out_PN += torch.repeat_interleave(bias_GN, rows_G, dim=0, output_size=len(out_PN))
+            rows_S = slot_offsets.diff()
+            out_PN += torch.repeat_interleave(self._bias_SN, rows_S, dim=0, output_size=len(out_PN))
         return out_PN
 
     @property

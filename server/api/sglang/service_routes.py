@@ -48,7 +48,7 @@ def service_routes(
     """Return the endpoints' routes.
 
     Args:
-        facts: Returns the facts of the attached ranks.
+        pools: Returns the pools. `facts`: Returns the facts of the attached ranks.
         forget_prefixes: Orders all ranks to empty their prefix cache.
         target_itl_ms: Target time between tokens for steps that include prompts; None if no target is set.
         shows_path: Show the model's path in /server_info, which needs no key.
@@ -166,17 +166,17 @@ def _add_sglang_routes(
     async def show_server_info() -> dict[str, Any]:
         """Show the server in SGLang's format, with the fields that apply here: attention is data-parallel. `ep_size` is that
         of the first pool."""
-        ranks, present = facts(), pools()
+        ranks, now = facts(), pools()
         return {
             "version": version,
             "model_path": shown_path,
             "served_model_name": model.names[0],
             "context_length": model.max_len(),
             "tp_size": 1,
-            "dp_size": num_ranks_of(present),
-            "ep_size": present[0].num_ranks,
+            "dp_size": num_ranks_of(now),
+            "ep_size": now[0].num_ranks,
             "pools": [
-                {"pool": pool.name, "role": pool.role.value, "ranks": list(pool.ranks)} for pool in present
+                {"pool": pool.name, "role": pool.role.value, "ranks": list(pool.ranks)} for pool in now
             ],
             "device": ranks[0].device if ranks else None,
             "page_size": ranks[0].block_tokens if ranks else None,

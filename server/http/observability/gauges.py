@@ -15,6 +15,43 @@ from prometheus_client.registry import Collector
 from server.front.journal import Journal
 from server.front.loads import MoveCause
 from server.front.membership import Epochs, Phase
+from server.front.resize import Resize, ResizePhase
+
+_LABELS = ("model_name", "engine")
+
+
+class ResizeMetrics(Collector):  # type: ignore[misc]
+    """Exports the resizes: their outcomes, the phase of the newest one, and the requested and the effective number of ranks."""
+
+    def __init__(self, resize: Resize, model_name: str) -> None:
+        self._resize, self._model_name = resize, model_name
+
+    def describe(self) -> list[Metric]:
+        """Return no families: registering must not compute them."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        state, own = self._resize.to_json(), (self._model_name,)
+        effective = state["effective_data_parallel_size"]
+        requested = state["requested_data_parallel_size"] if state["is_scaling_elastic_ep"] else effective
+        for name, text, value in (
+            ("wideep:requested_ranks", "Number of ranks that the running resize leads to.", requested),
+            ("wideep:effective_ranks", "Number of ranks of the service, present or not.", effective),
+        ):
+            gauge = GaugeMetricFamily(name, text, labels=("model_name",))
+            gauge.add_metric(own, float(value))
+            yield gauge
+        phases = GaugeMetricFamily(
+            "wideep:resize_phase", "1 for the phase of the newest resize.", labels=("model_name", "phase")
+        )
+        ended = CounterMetricFamily(
+            "wideep:resizes", "Resizes that have ended.", labels=("model_name", "outcome")
+        )
+        for phase in ResizePhase:
+            phases.add_metric((*own, phase.value), float(state["phase"] == phase.value))
+            if phase in (ResizePhase.COMPLETED, ResizePhase.FAILED):
+                ended.add_metric((*own, phase.value), float(self._resize.num_ended[phase]))
+        yield from (phases, ended)
 
 
 class OpenCount(Protocol):
@@ -73,9 +110,6 @@ def _num_tasks() -> int:
         return len(asyncio.all_tasks())
     except RuntimeError:
         return 0
-
-
-_LABELS = ("model_name", "engine")
 
 
 class MembershipMetrics(Collector):  # type: ignore[misc]
@@ -147,6 +181,8 @@ class MembershipMetrics(Collector):  # type: ignore[misc]
         for epochs in self._pools.values():
             for rank, count in epochs.num_losses.items():
                 labels = (self._model_name, str(rank))
-                healthy.add_metric(labels, float(epochs.phase is Phase.SERVING and rank in epochs.members))
                 losses.add_metric(labels, float(count))
+                if rank in epochs.ranks:  # a resize may have let it go
+                    is_serving = epochs.phase is Phase.SERVING and rank in epochs.members
+                    healthy.add_metric(labels, float(is_serving))
         yield from (healthy, losses)

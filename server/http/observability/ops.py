@@ -16,6 +16,7 @@ from server.front import errors
 from server.front.events import EventLog
 from server.front.membership import Epochs, Phase
 from server.front.moves import Drain
+from server.front.resize import Resize
 from server.front.sleep_mode import SleepMode
 from server.http.errors import ErrorResponse
 from server.http.json_writer import json_response
@@ -98,18 +99,25 @@ def membership_routes(
     drains: Callable[[], Sequence[Drain]],
     sleep_mode: SleepMode,
     roles: Callable[[], Mapping[str, Role]],
+    resize: Resize,
 ) -> APIRouter:
     """Return the route of /v1/fault_tolerance/status. `roles` returns the present roles of pools, by name."""
     router = new_router()
 
     async def show_status() -> dict[str, Any]:
         """Return the serving ranks, the missing ranks with reason and time, draining ranks, pools with their roles, sleep mode, the
-        tiers of the KV cache, and past events.
+        newest resize,
+        the tiers of the KV cache, and past events.
         """
         status = status_of(pools, time.monotonic(), time.time(), drains(), roles=roles())
         level, is_waking, seconds = sleep_mode.state
         sleep = {"level": level, "waking": is_waking, "seconds": round(seconds, 3)}
-        told = {"sleep": sleep, "tiers": tiers.to_json(), "events": events.to_json()}
+        told = {
+            "sleep": sleep,
+            "resize": resize.to_json(),
+            "tiers": tiers.to_json(),
+            "events": events.to_json(),
+        }
         return {**status, "replays": num_replayed(), "waiting_requests": num_parked(), **told}
 
     router.add_api_route("/v1/fault_tolerance/status", show_status, methods=["GET"], response_model=None)

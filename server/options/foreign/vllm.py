@@ -241,8 +241,9 @@ _PARALLEL = (
     alias("--eplb-window-size", "--eplb-config", "window_size"),
     alias("--eplb-step-interval/--eplb-rebalance-num-iterations", "--eplb-config", "step_interval"),
     alias("--eplb-log-balancedness", "--eplb-config", "log_balancedness", takes="nothing"),
-    *harmless("ranks may leave and return at any time (docs/faults.md)", switches="--enable-elastic-ep --enable-fault-tolerance"),
-    *refused("--data-parallel-size sets the number of ranks; a lost rank returns (docs/faults.md)", values="--elastic-ep-max-dp-size"),
+    *harmless("ranks may leave and return at any time (docs/faults.md)", switches="--enable-fault-tolerance"),
+    *harmless("POST /scale_elastic_ep is always available (docs/resize.md)", switches="--enable-elastic-ep"),
+    *harmless("no buffer depends on the largest number of ranks (docs/resize.md)", values="--elastic-ep-max-dp-size"),
     *refused(
         "use --heartbeat-timeout-seconds, --max-rank-restarts and --rank-recovery-timeout (docs/faults.md)",
         values="--fault-tolerance-config --watchdog-config",

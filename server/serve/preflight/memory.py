@@ -121,7 +121,7 @@ _BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "I16": 16, "U16": 16, "I32": 32, "U32": 32, "I64": 64, "U64": 64, "F8_E4M3": 8,
     "F8_E8M0": 8,
 }  # fmt: skip
-_PROCESS_BYTES = 300 << 20  # a rank without weights: 220 MB for Python and torch, the rest for buffers
+PROCESS_BYTES = 300 << 20  # a rank without weights: 220 MB for Python and torch, the rest for buffers
 
 
 class WeightBytes(NamedTuple):
@@ -287,7 +287,7 @@ def check_memory(
         PreflightError: It exceeds `free_bytes`.
     """
     cache = options.engine.kv_cache_bytes or 0
-    needed = sum(weights.shared + each.serving + each.spare + cache + _PROCESS_BYTES for each in experts)
+    needed = sum(weights.shared + each.serving + each.spare + cache + PROCESS_BYTES for each in experts)
     if needed <= free_bytes:
         return needed
     largest = max(experts, key=lambda each: each.serving)
@@ -298,7 +298,7 @@ def check_memory(
         f"{len(experts)} rank{'s' if len(experts) > 1 else ''} on this node would need about {gib(needed)}, but only "
         f"{gib(free_bytes)} is free. {which} {gib(weights.shared + largest.serving)} of weights ({gib(weights.shared)} on "
         f"every rank, and {gib(largest.serving)} for {largest.slots_per_rank} experts of each layer, out of "
-        f"{gib(weights.experts)} for all experts){spare}{kv} + {gib(_PROCESS_BYTES)} for its process. Use fewer ranks per "
+        f"{gib(weights.experts)} for all experts){spare}{kv} + {gib(PROCESS_BYTES)} for its process. Use fewer ranks per "
         "node, more nodes, fewer redundant experts, --dtype bfloat16, a smaller --kv-cache-memory or a smaller model"
     )
 

@@ -129,3 +129,18 @@ def test_tiers_have_a_line_per_node_and_a_disabled_disk_is_named(
         f"KV tiers of node-2: {disk}; disabled after an error, until the next start), "
         f"4,096 prompt tokens from other nodes, {faults}",
     ]
+
+
+def test_a_running_resize_is_named_with_its_phase(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    epochs = Epochs(1, recovery_timeout_s=9.0)
+    epochs.attach(0, 0.0)
+    resize = {
+        "is_scaling_elastic_ep": True, "operation_id": "a", "phase": "preparing", "stage": "ranks to read experts",
+        "requested_data_parallel_size": 2,
+    }  # fmt: skip
+    line = "operation a resizes the service to 2 ranks: preparing, waits for ranks to read experts"
+    for state, is_shown in ((resize, True), (resize | {"is_scaling_elastic_ep": False}, False)):
+        shown(monkeypatch, answer_of(epochs, EventLog()) | {"resize": state})
+        assert (line in capsys.readouterr().out) is is_shown

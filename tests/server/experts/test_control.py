@@ -48,6 +48,9 @@ class PlayedRanks:
         self.failing = failing
         self.control: PlacementControl
 
+    def resize(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+
     def post_all(self, message: Prepare | DropPlacement) -> None:
         if isinstance(message, Prepare):
             self.told.append(("prepare", message.placement.version))

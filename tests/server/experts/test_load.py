@@ -356,3 +356,32 @@ def test_points_come_no_more_often_than_they_should_and_none_without_tokens() ->
     for now_s in (10.0, 10.0 + 0.9 * EVERY_S, 10.0 + EVERY_S):
         series.note(now_s, window)
     assert series.to_json()["time"] == [10.0, 10.0 + EVERY_S]
+
+
+def test_more_ranks_continue_the_counters_and_a_recording() -> None:
+    load = loaded()
+    load.recorder.start()
+    load.take_load(report(0, 30, counts(0) * 30))
+    load.regroup(Order(1, (0, 1, 2), linear_placement(LAYERS, EXPERTS, 3).with_version(4), num_ranks=3))
+    assert load.totals is not None and load.total_rank_tokens is not None
+    before = load.total_rank_tokens.copy()
+    assert [each.steps for each in load.totals.values()] == [30, 20, 0]
+    load.note_rank(2, "host2")
+    assert load.window is not None
+    new = np.zeros((LAYERS, 2, EXPERTS + 3), dtype=np.int64)
+    new[..., EXPERTS + 2] = 7
+    by_peer = {name: np.array([1, 2, 3]) for name in BY_PEER}
+    load.take_load(report(2, 40, new, epoch=1, placement_version=4, **by_peer))
+    assert load.totals[2].steps == 40 and load.totals[2].dispatch_bytes.tolist() == [1, 2, 3]
+    assert (load.total_rank_tokens - before).tolist() == [[0, 0, 7 * LAYERS]] * 2
+    record = load.recorder.take("m", expert_map())
+    recorded: Any = sum(row.counts for row in record.rows)
+    assert {row.counts.shape[2] for row in record.rows} == {EXPERTS + 3}
+    assert recorded[..., EXPERTS + 2].tolist() == [[7, 7]] * LAYERS
+    load.regroup(Order(2, (0, 1), linear_placement(LAYERS, EXPERTS, 2).with_version(5), num_ranks=2))
+    assert load.members == (0, 1) and len(load.totals) == 3, "counters of ranks that have left stay"
+    assert told(load)["num_ranks"] == 2
+    assert (
+        metrics_of(load)['vllm:eplb_tokens_per_rank_total{engine="2",model_name="m",phase="decode"}']
+        == 7 * LAYERS
+    )

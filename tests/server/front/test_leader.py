@@ -57,6 +57,9 @@ class Service:
         self.version += 1
         return self.version
 
+    def resize(self, home: Placement) -> None:
+        self.home = home
+
     def regroup(self, order: Order, reason: str | None = None) -> None:
         if reason is None:
             self.orders.append(order)
@@ -78,7 +81,7 @@ class Service:
 def test_a_lost_rank_s_requests_are_given_to_others_when_those_have_their_order() -> None:
     async def test() -> None:
         service = Service()
-        assert service.told == [], "a start is no change"
+        assert service.told == [], "a start changes nothing"
         service.leader.lose(1, "killed")
         assert service.told == [
             ("placement", 1, "rank 1 is lost: killed"),
@@ -243,6 +246,26 @@ def test_a_fault_is_told_to_the_epochs() -> None:
         service = Service()
         service.leader.take_fault(0, Fault(0, "a time-out", is_final=False))
         assert service.epochs.faults == {0: "a time-out"} and service.told == []
+        service.leader.close()
+
+    asyncio.run(test())
+
+
+def test_a_resize_is_one_order_and_a_loss_before_all_meet_restores_the_placement() -> None:
+    async def test() -> None:
+        service = Service()
+        service.leader.resize(linear_placement(2, 6, 2))
+        [order] = service.orders
+        assert (order.members, order.leaving, order.num_ranks) == ((0, 1), (2,), 2)
+        assert order.placement.num_ranks == 2 and service.told[-1] == ("leave", 2)
+        service.leader.take_regrouped(0, 1)
+        service.leader.lose(1, "killed")
+        order = service.orders[-1]
+        assert (order.members, order.leaving, order.num_ranks) == ((0, 2), (), 3)
+        assert order.placement.digest() == surviving(HOME, (0, 2)).digest() and service.home is HOME
+        for rank in (0, 2):
+            service.leader.take_regrouped(rank, 2)
+        assert ("enter", 2) in service.told
         service.leader.close()
 
     asyncio.run(test())

@@ -155,3 +155,16 @@ def test_a_restarted_front_knows_the_pools_that_had_joined() -> None:
     nodes.restore(Pool("decode", Role.DECODE, 2, 2))
     assert nodes.world_size_of(3) == 4
     assert nodes.claim(wants("again"), {2: 7.0, 3: 7.0}, 9.0).rank == 2
+
+
+def test_a_newcomer_takes_ranks_that_a_resize_adds() -> None:
+    nodes, coming = two_nodes_of_two(), range(4, 7)
+    given = [nodes.claim(Claim("new", local_rank, 2), {}, 10.0, coming) for local_rank in (0, 1)]
+    pool = single_pool(7)[0]
+    assert given == [Claimed(4, 7, 1, pool=pool), Claimed(5, 7, 1, pool=pool)]
+    assert nodes.claim(Claim("newer", 0, 2), {}, 10.0, coming).may_come, "one is left for two"
+    assert nodes.claim(Claim("newer", 0, 1), {}, 10.0, coming).rank == 6
+    away = {2: 7.0, 3: 7.0}
+    assert nodes.claim(Claim("last", 0, 2), away, 10.0, range(4, 8)).rank == 2, (
+        "a place that is empty comes first"
+    )

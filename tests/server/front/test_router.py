@@ -190,3 +190,21 @@ def test_after_every_request_retired_nothing_is_outstanding(
     for number in range(len(requests)):
         router.retire(str(number))
     assert router.outstanding_tokens == (0, 0, 0)
+
+
+@pytest.mark.parametrize("kind", [Router, RoundRobin])
+def test_a_rank_that_was_added_gets_requests_once_it_has_entered(kind: type[Router]) -> None:
+    router = kind(2)
+    router.admit("a", router.pick([1]), [1] * 100, 10)
+    router.admit("b", router.pick([1]), [1] * 100, 10)
+    router.grow(4)
+    router.grow(3)
+    assert router.num_ranks == 4 and router.outstanding_tokens[2:] == (0, 0)
+    assert router.pick([1]) in (0, 1)
+    router.enter(3)
+    assert router.pick([1]) == 3
+    router.note_size(3, seats=1, block_tokens=16)
+    router.admit("c", 3, [1] * 100, 10)
+    for name in ("a", "b", "c"):
+        router.retire(name)
+    assert router.outstanding_tokens == (0, 0, 0, 0)

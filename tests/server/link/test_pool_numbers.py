@@ -12,6 +12,7 @@ from scheduler.moves.reports import Cause, MoveState, PlacementReport
 from scheduler.policy.request import AdapterReport, RankStats
 from scheduler.weights.versions import WeightReport, WeightState
 from server.link.messages import (
+    ExpertsRead,
     Fault,
     FromRank,
     MemorySwitched,
@@ -45,6 +46,7 @@ MESSAGES: list[tuple[FromRank, FromRank]] = [
     (MemoryUse(5), MemoryUse(5)),
     (MemorySwitched(5), MemorySwitched(5)),
     (REFUSED, REFUSED),
+    (ExpertsRead(5, "rank 2 has no memory"), ExpertsRead(5, "rank 5 has no memory")),
     (EXPERTS, EXPERTS),
     (
         WeightReport(rank=1, number=3, state=WeightState.STAGED),
@@ -72,6 +74,6 @@ def test_every_message_of_a_rank_is_covered() -> None:
 
 
 def test_an_order_reaches_the_engine_with_the_numbers_of_its_pool() -> None:
-    order = Order(3, (3, 5), linear_placement(2, 4, 2))
-    assert to_pool(order, POOL) == order._replace(members=(0, 2))
+    order = Order(3, (3, 5), linear_placement(2, 4, 2), num_ranks=3, leaving=(4,))
+    assert to_pool(order, POOL) == order._replace(members=(0, 2), leaving=(1,))
     assert to_pool(Stop(), POOL) == Stop()

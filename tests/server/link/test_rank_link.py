@@ -121,7 +121,7 @@ class FrontEnd:
     async def _open(self) -> tuple[Ranks, str]:
         ranks = Ranks(2, "secret", cluster_key=self._cluster_key)
         address = ranks.bind("127.0.0.1")
-        await ranks.serve(lambda rank, message: self.events.put((rank, message)), Mock())
+        await ranks.serve(lambda rank, message: self.events.put((rank, message)), Mock(), Mock())
         return ranks, address
 
     def run(self, waiting: Coroutine[object, object, Any]) -> Any:
@@ -508,7 +508,7 @@ def test_all_addresses_are_bound_and_the_name_is_announced() -> None:
     async def bind(host: str) -> tuple[str, bool]:
         ranks = Ranks(1, "t")
         address = ranks.bind(host)
-        await ranks.serve(Mock(), Mock())
+        await ranks.serve(Mock(), Mock(), Mock())
         port = int(address.rpartition(":")[2])
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         others = "::1" if ":" in host else "127.0.0.2"  # another address of this machine than the name's

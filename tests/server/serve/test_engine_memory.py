@@ -55,11 +55,18 @@ def test_serving_begins_with_all_loaded_objects_frozen_and_no_garbage(
     monkeypatch.setattr(engine, "_walk", walk)
     before = gc.get_freeze_count()
     try:
-        options: Any = SimpleNamespace(cluster_key=None, model="m", join=None, pools=None, has_own_pool=False)
+        options: Any = SimpleNamespace(
+            cluster_key=None,
+            model="m",
+            join=None,
+            pools=None,
+            has_own_pool=False,
+            pools_among=lambda _ranks: single_pool(1),
+        )
         place = Place(
             rank=0, world_size=1, local_rank=0, local_world_size=1, master_addr="127.0.0.1", master_port=1
         )
-        engine._serve(options, place, single_pool(1)[0], {})
+        engine._serve(options, place, {})
         ((has_garbage, is_tracked, frozen),) = seen
         assert not has_garbage and not is_tracked and frozen > before
     finally:

@@ -94,7 +94,7 @@ def test_a_stored_response_is_found_and_continued_at_every_front(service: Severa
     for made, read in ((first, second), (second, first)):
         response = made.post("/v1/responses", json={"model": "m", "input": "f-say"}).json()
         assert read.get(f"/v1/responses/{response['id']}").json()["id"] == response["id"]
-        more = {"model": "m", "input": "f-say once more", "previous_response_id": response["id"]}
+        more = {"model": "m", "input": "f-say again", "previous_response_id": response["id"]}
         assert read.post("/v1/responses", json=more).status_code == 200
         assert read.post("/v1/responses", json={**more, "stream": True}).text.count("response.completed") >= 1
         assert httpx.delete(f"{read.url}/v1/responses/{response['id']}", timeout=60).json()["deleted"]
@@ -124,6 +124,13 @@ def test_an_error_is_passed_on_with_its_status_and_id(service: SeveralFronts) ->
         response.headers.get_list("x-request-id") == ["mine"] and len(response.headers.get_list("date")) == 1
     )
     assert second.get("/no/such/path").status_code == 404
+
+
+def test_no_front_resizes_the_service(service: SeveralFronts) -> None:
+    for front in service.fronts:
+        refused = front.post("/scale_elastic_ep", json={"new_data_parallel_size": 3})
+        assert refused.status_code == 501 and "--api-server-count" in refused.json()["error"]["message"]
+        assert front.get("/is_scaling_elastic_ep").json()["phase"] == "idle"
 
 
 def test_sleep_and_drain_at_one_front_hold_for_all(service: SeveralFronts) -> None:

@@ -122,6 +122,7 @@ class Crew:
         self.versions: dict[int, WeightVersion] = {}  # that were ordered, by number
         self.weights = WeightOrder(action=WeightAction.SERVE, version=CHECKPOINT)  # the last order to serve
         self.switched: dict[int, int] = {}  # by rank: the memory order that it followed last
+        self.read: dict[int, tuple[int, str]] = {}  # by rank: the version that it read ahead, and the problem
         self.left: dict[int, End] = {}
         self._requests: dict[str, tuple[int, Request]] = {}
         self.home: Placement | None = None
@@ -133,7 +134,9 @@ class Crew:
             self.close()
             raise
 
-    def start(self, rank: int, *, is_joining: bool = False, **settings: Any) -> None:
+    def start(
+        self, rank: int, *, is_joining: bool = False, placement: Placement | None = None, **settings: Any
+    ) -> None:
         """Start a rank's process, which loads its share of the model. `ready` holds the rank once it can serve."""
         context = rank_context()
         ours, theirs = context.Pipe()
@@ -141,7 +144,8 @@ class Crew:
         doom = None if is_joining else self._dooms.get(rank)
         has_room = rank not in self._without_room
         prepare = self._prepare
-        arguments = (theirs, self.store.port, self._directory, config, is_joining, has_room, doom, prepare)
+        place = theirs, self.store.port, self._directory, config, is_joining, placement
+        arguments = (*place, has_room, doom, prepare)
         process = context.Process(target=_serve_rank, args=arguments, daemon=True)
         process.start()
         theirs.close()
@@ -174,6 +178,31 @@ class Crew:
         order = Order(self.epoch, self.members, placement, self.weights.version.number)
         for rank in self.members if to is None else to:
             self._send(rank, "order", order)
+
+    def prepare(self, home: Placement) -> None:
+        """Start the new ranks of a placement, and let those that stay read their experts."""
+        staying, self.world_size = range(min(self.world_size, home.num_ranks)), home.num_ranks
+        new = set(range(len(self.members), home.num_ranks))
+        for rank in sorted(new):
+            self.start(rank, is_joining=True, placement=home)
+        for rank in staying:
+            self._send(rank, "read", home)
+        self.until(lambda: self.ready >= new and self.read.keys() >= {*staying})
+
+    def resize(self, home: Placement) -> None:
+        """Order the ranks of a prepared placement to meet. Those beyond it leave, and stop when the others serve."""
+        leaving = tuple(range(home.num_ranks, len(self.members)))
+        self.home, self.epoch, self.members = home, self.epoch + 1, tuple(range(home.num_ranks))
+        self._watch.begin_epoch(self.epoch, self.members)
+        placement = home.with_version(100 + self.epoch)
+        weights = self.weights.version.number
+        order = Order(self.epoch, self.members, placement, weights, home.num_ranks, leaving)
+        for rank in (*self.members, *leaving):
+            self._send(rank, "order", order)
+        self.until(lambda: self.serve_in(self.epoch))
+        for rank in leaving:
+            self._send(rank, "stop", None)
+        self.until(lambda: all(rank in self.left for rank in leaving))
 
     def suspects(self) -> list[Suspect]:
         """Return the ranks that are stuck according to their heartbeats."""
@@ -299,6 +328,8 @@ class Crew:
             self.weight_reports.append(what)
         elif verb == "switched":
             self.switched[rank] = what
+        elif verb == "read":
+            self.read[rank] = what
         else:
             self.left[rank] = what
         return True
@@ -318,6 +349,7 @@ def _serve_rank(
     directory: Path,
     config: dict[str, Any],
     is_joining: bool,
+    placement: Placement | None,
     has_room: bool,
     doom: Doom | None,
     prepare: Prepare | None,
@@ -340,6 +372,7 @@ def _serve_rank(
         StoreDoorbell(connections[1], connections[2]),
         store=connections[3],
         is_joining=is_joining,
+        placement=placement,
         available=lambda: next(room, 1 << 40),
     )
     if prepare is not None:
@@ -367,12 +400,14 @@ def _run(built: Assembled, pipe: Connection, doom: Doom | None) -> None:
     built.relocation.on_report = lambda report: say("report", report)
     engine.memory.on_switched = lambda number: say("switched", number)
     engine.weights.on_report = lambda report: say("weights", report)
+    built.read_ahead.on_read = lambda version, problem: say("read", (version, problem))
     if doom is not None:
         _doom(built, doom)
     say("ready", built.relocation.placement)
     verbs: dict[str, Callable[[Any], None]] = {
         "submit": engine.submit, "abort": engine.abort, "order": engine.regroup,
         "move": built.relocation.prepare, "memory": engine.memory.order, "weights": engine.weights.order,
+        "read": lambda home: built.read_ahead.begin(home, built.relocation.place),
         "stop": lambda _: engine.stop(),
     }  # fmt: skip
 

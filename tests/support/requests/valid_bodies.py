@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from tests.support.placement.load_reports import RANKS
 from tests.support.service.paced_front import MODEL
 
 _CHAT = {
@@ -67,6 +68,9 @@ _ITEMS = [
     {"type": "function_call", "call_id": "t", "name": "cat", "arguments": '{"a": 1}'},
     {"type": "function_call_output", "call_id": "t", "output": "mat"},
 ]
+
+_TENSORS = {"names": ["lm_head.weight"], "dtypes": ["float32"], "shapes": [[2, 2]]}
+_GROUP = {"master_address": "127.0.0.1", "master_port": 1, "world_size": 2, "timeout_s": 0.1}
 
 BODIES: dict[str, tuple[Any, ...]] = {
     "/v1/chat/completions": (
@@ -211,6 +215,9 @@ BODIES: dict[str, tuple[Any, ...]] = {
     "/flush_cache": ({},),
     "/ranks/drain": ({"rank": 0, "undo": True, "timeout_s": 0},),
     "/pools": ({"pool": "both", "role": "both"},),
+    "/scale_elastic_ep": ({"new_data_parallel_size": RANKS, "drain_timeout": 1},),
+    "/scale_elastic_ep/abort": ({"operation_id": "none"}, {}),
+    "/is_scaling_elastic_ep": ({},),
     "/sleep": ({},),
     "/wake_up": ({},),
     "/release_memory_occupation": ({"tags": ["kv_cache"]}, {}),
@@ -222,13 +229,38 @@ BODIES: dict[str, tuple[Any, ...]] = {
     "/stop_expert_distribution_record": ({},),
     "/dump_expert_distribution_record": ({},),
     "/ping": ({},),
+    **dict.fromkeys(("/pause", "/pause_generation", "/resume", "/continue_generation"), ({},)),
+    **dict.fromkeys(
+        ("/start_weight_update", "/begin_weight_update"), ({"partial": True, "weight_version": "2"},)
+    ),
+    **dict.fromkeys(
+        ("/finish_weight_update", "/end_weight_update"), ({"weight_version": "2", "timeout_s": 0.1},)
+    ),
+    **dict.fromkeys(("/weight_checker", "/weights_checker"), ({"action": "checksum", "timeout_s": 0.1},)),
+    "/update_weights": ({"path": "/no/folder", "timeout_s": 0.1},),
+    "/update_weights_from_disk": ({"model_path": "/no/folder", "weight_version": "2"},),
+    "/update_weights_from_distributed": ({**_TENSORS, "timeout_s": 0.1},),
+    "/init_weights_update_group": (_GROUP,),
+    "/init_weight_transfer_engine": ({"init_info": _GROUP},),
+    "/destroy_weights_update_group": ({},),
+    "/abort_weight_update": ({},),
+    "/update_weight_version": ({"new_version": "2"},),
+    **dict.fromkeys(
+        ("/v1/load_lora_adapter", "/load_lora_adapter"), ({"lora_name": "a", "lora_path": "/no/folder"},)
+    ),
+    **dict.fromkeys(("/v1/unload_lora_adapter", "/unload_lora_adapter"), ({"lora_name": "a"},)),
 }
-SLEEPS = (
-    "/sleep",
-    "/release_memory_occupation",
-)  # after one of these, the service refuses requests until it is woken
-# Not mutated in bulk: each success starts a process that imports torch, or refuses all other requests.
-NEVER = ("/dump_expert_distribution_record", *SLEEPS)
+# After one of these, requests are refused or wait until the named endpoint is called.
+SLEEPS = {
+    "/sleep": "/wake_up",
+    "/release_memory_occupation": "/wake_up",
+    "/pause": "/resume",
+    "/pause_generation": "/continue_generation",
+}
+_OF_WEIGHTS = tuple(path for path in BODIES if "weight" in path)  # the scripted ranks of this front have none
+_OF_ADAPTERS = tuple(path for path in BODIES if "lora" in path)  # this front takes none
+# Not mutated in bulk: each success starts a process that imports torch, refuses all other requests, or waits for ranks.
+NEVER = ("/dump_expert_distribution_record", "/scale_elastic_ep", *_OF_WEIGHTS, *SLEEPS)
 RARE = (  # endpoints that take no body or start a process: a few mutations each suffice
     "/experts/rollback",
     "/start_expert_distribution_record",
@@ -237,16 +269,24 @@ RARE = (  # endpoints that take no body or start a process: a few mutations each
     "/flush_cache",
     "/ranks/drain",
     "/pools",
+    "/scale_elastic_ep/abort",
+    "/is_scaling_elastic_ep",
     "/wake_up",
     "/resume_memory_occupation",
+    "/resume",
+    "/continue_generation",
+    *_OF_ADAPTERS,
     "/v1/responses/{response_id}/cancel",
     "/v1/batches/{batch_id}/cancel",
     "/v1/files",
     "/ping",
 )
 EXEMPT_FROM_200 = (
+    *_OF_WEIGHTS,
+    *_OF_ADAPTERS,
     "/v1/responses/{response_id}/cancel",
     "/v1/batches/{batch_id}/cancel",
+    "/scale_elastic_ep/abort",  # nothing to abort
     "/v1/batches",  # the file does not exist
     "/v1/files",  # a form; tests/server/api/openai/batches/test_form.py fuzzes it
     "/experts/rollback",

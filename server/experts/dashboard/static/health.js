@@ -30,6 +30,7 @@ function noteOf(status) {
   const away = status.missing.map((each) => each.rank);
   if (away.length) return `away: rank ${list(away, 6)}`;
   if (status.phase !== "serving") return status.phase;
+  if (status.resize?.is_scaling_elastic_ep) return `${status.resize.phase}: ${status.resize.requested_data_parallel_size} ranks`;
   const draining = (status.draining ?? []).map((each) => each.rank);
   if (draining.length) return `draining: rank ${list(draining, 6)}`;
   return status.losses ? `${counted(status.losses, "loss", "losses")} since the start` : "none lost since the start";

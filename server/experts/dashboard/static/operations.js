@@ -34,6 +34,9 @@ const WORDS = {
   draining: "rank drains",
   drained: "rank drained",
   undrained: "rank undrained",
+  resizing: "resize begins",
+  resized: "resize done",
+  resize_failed: "resize failed",
 };
 
 /** A pool's name with its role, unless the name is the role. */

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dispatch.compiled.team import Team, program_of, run_alone
-from moe.cpu.kernels.low_rank import adapt, adapt_pairs_row
+from moe.cpu.kernels.low_rank import SPLIT, Groups, adapt, adapt_pairs_row
 from moe.lora.tables import FactorTable, factors_of
 
 K, N = 37, 50
@@ -58,17 +58,36 @@ def test_rows_of_wider_matrices_are_strided() -> None:
 
 
 @pytest.mark.parametrize("gathers", [False, True])
-def test_pairs_get_the_product_of_their_group(gathers: bool) -> None:
-    table, dense = table_of(3, 0, 8, 2)
-    offsets = np.array([2, 4, 5, 5, 9])  # the first two pairs belong to no group; the third group is empty
+def test_pairs_get_the_product_of_their_slot_and_adapter(gathers: bool) -> None:
+    table, dense = table_of(3, 0, 8, 2)  # two places, two slots: entry place * 2 + slot
+    offsets = np.array([0, 2, 4, 5, 5, 6, 9])  # groups of slot 0: without, places 0 and 1; then of slot 1
+    groups = [None, None, 0, 0, 2, 1, 3, 3, 3]
     x = torch.randn(6 if gathers else 9, K)
     row_of = np.array([0, 1, 5, 2, 3, 3, 0, 4, 1])
-    out = torch.zeros(9, N)
+    out, count = torch.zeros(9, N), np.array([9])
+    sorted_pairs = Groups(offsets.ctypes.data, 2, 3, count.ctypes.data)
     row = adapt_pairs_row(
-        x.data_ptr(), K * 4, row_of.ctypes.data if gathers else 0, K, offsets.ctypes.data, table, out.data_ptr(), N * 4, N
+        x.data_ptr(), K * 4, row_of.ctypes.data if gathers else 0, K, sorted_pairs, table, out.data_ptr(), N * 4, N
     )  # fmt: skip
     run_alone(program_of([row]))
-    for pair, group in enumerate([-1, -1, 0, 0, 1, 3, 3, 3, 3]):
+    for pair, entry in enumerate(groups):
         given = x[row_of[pair] if gathers else pair]
-        wanted = torch.zeros(N) if group < 0 else dense[group] @ given
+        wanted = torch.zeros(N) if entry is None else dense[entry] @ given
         assert torch.allclose(out[pair], wanted, atol=1e-4), pair
+    count[0], before = 0, out.clone()
+    run_alone(program_of([row]))
+    assert torch.equal(out, before), "no pair has an adapter"
+
+
+def test_offsets_by_slot_choose_the_fused_product_only_without_adapters() -> None:
+    every, fused, plain = (np.full(3, -1) for _ in range(3))
+    for offsets, is_fused in (([0, 2, 2, 5, 5], True), ([0, 2, 3, 5, 5], False)):
+        groups = np.array(offsets)
+        run_alone(
+            program_of(
+                [SPLIT.row(groups.ctypes.data, 2, 2, every.ctypes.data, fused.ctypes.data, plain.ctypes.data)]
+            )
+        )
+        assert every.tolist() == offsets[::2]
+        assert (fused if is_fused else plain).tolist() == offsets[::2]
+        assert not (plain if is_fused else fused).any()

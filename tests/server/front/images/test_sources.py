@@ -258,7 +258,7 @@ def test_a_slow_server_has_a_bounded_time(web: Web) -> None:
         over.set()
 
 
-def test_nobody_listens() -> None:
+def test_an_unreachable_source_is_refused() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}/x"
