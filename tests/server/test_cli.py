@@ -70,7 +70,7 @@ def test_help_on_an_unknown_topic_names_the_groups(capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit) as caught:
         main(["serve", "--help", "nothing"])
     assert caught.value.code == 2
-    assert "the groups are model, http, tools" in capsys.readouterr().err
+    assert "the groups are model, http, images, tools" in capsys.readouterr().err
 
 
 def test_no_command_prints_the_help_and_fails(capsys: pytest.CaptureFixture[str]) -> None:

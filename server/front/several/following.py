@@ -40,12 +40,13 @@ class FollowingFront:
             router.keep_out(rank)
 
     def why_not_ready(self) -> str | None:
-        """Return why this front refuses requests, or None if it accepts them."""
+        """Return why this front refuses requests, or None if it accepts them.
+
+        While the service serves, requests that come before a rank has connected to this front wait for it.
+        """
         if self._state is None:
             return "waiting for the front that leads the service"
-        if self._state.why_not_ready:
-            return self._state.why_not_ready
-        return None if self._entered else "waiting for a rank to connect to this front"
+        return self._state.why_not_ready or None
 
     def attach(self, facts: RankFacts) -> None:
         """Take a rank that has attached to this front."""

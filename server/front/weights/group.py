@@ -95,4 +95,4 @@ class WeightGroup:
                 pass  # the process has ended
         if failure:
             await self.close()
-            raise ApiError(502, f"The group of the trainer failed and was closed: {failure}.")
+            raise ApiError(400, f"The group of the trainer failed and was closed: {failure}.")
