@@ -17,7 +17,7 @@ from tests.support.service.service_processes import wait_until
 SEATS = 16  # of the only rank
 A, B, OPERATOR = ({"Authorization": f"Bearer {key}"} for key in ("key-a", "key-b", "key-o"))
 # Endpoints for clients that do not affect the whole service. All paths below /v1 and /api are such, too.
-CLIENT_POSTS = {"/invocations", "/tokenize", "/detokenize", "/generate", "/ping"}
+CLIENT_POSTS = {"/invocations", "/tokenize", "/detokenize", "/generate", "/ping", "/is_scaling_elastic_ep"}
 
 
 @pytest.fixture(scope="module")

@@ -75,14 +75,15 @@ class Fronts:
         self.following.look()
 
 
-def test_a_front_serves_when_it_has_a_state_and_a_link_to_a_serving_rank(tmp_path: Path) -> None:
+def test_a_front_accepts_requests_once_it_has_a_state_and_routes_them_once_it_has_a_link(
+    tmp_path: Path,
+) -> None:
     fronts = Fronts(tmp_path)
     assert fronts.following.why_not_ready() == "waiting for the front that leads the service"
     fronts.follow()
-    assert fronts.following.why_not_ready() == "waiting for a rank to connect to this front"
+    assert fronts.following.why_not_ready() is None, "the service serves, so requests wait here for a rank"
     fronts.streams.attach(1)
     fronts.following.attach(facts(1))
-    assert fronts.following.why_not_ready() is None
     fronts.other.open("a")
     assert fronts.other.rank_of("a") == 1, "rank 0 has no link"
     fronts.decided = READY._replace(why_not_ready="it sleeps")
