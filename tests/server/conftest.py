@@ -9,11 +9,18 @@ import pytest
 from tests.support.models.tiny_tokenizer import write_tokenizer
 from tests.support.service.front_process import TIMEOUT_S, FrontProcess
 from tests.support.service.namespaces import made_namespaces
+from tests.support.service.real_service import write_tiny_model
 
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tokenizer(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint with a tokenizer, for services with real engines."""
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from tests.server import test_faults
 from tests.server.test_faults import kill
 from tests.server.test_moves_between_ranks import metric, wait_until_nothing_is_open
 from tests.support.requests.timed_streams import stream_all
-from tests.support.service.real_service import START_S, RealService, write_tiny_model
+from tests.support.service.real_service import START_S, RealService
 from tests.support.service.service_processes import wait_until
 
 pytestmark = pytest.mark.slow
@@ -34,11 +34,6 @@ def bodies() -> list[dict[str, Any]]:
         each | {"max_tokens": NUM_TOKENS} | (form if "structured_outputs" in each else {})
         for each in test_faults.bodies()
     ]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from tests.support.requests.timed_streams import TimedStream, stream_all
-from tests.support.service.real_service import START_S, RealService, write_tiny_model
+from tests.support.service.real_service import START_S, RealService
 from tests.support.service.service_processes import has_ended, wait_until
 
 pytestmark = pytest.mark.slow
@@ -25,11 +25,6 @@ NUM_TOKENS = 160  # of most streams
 PIECES = 20  # received by every stream before a rank is killed
 KILLED_S, HUNG_S = 0.3, 2.0  # time limits for detecting the loss of a rank
 END_S = 40.0
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")

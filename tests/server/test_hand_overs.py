@@ -35,11 +35,6 @@ def bodies() -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
 def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[object, ...]]:
     """The answers of one group of two ranks."""
     log = tmp_path_factory.mktemp("plain") / "output.txt"

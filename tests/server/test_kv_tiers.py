@@ -24,11 +24,6 @@ PROMPTS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
 def tier_flags(directory: Path) -> list[str]:
     return ["--kv-offloading-size=64M", f"--kv-offloading-dir={directory}", "--kv-offloading-disk-size=64M"]
 

@@ -18,18 +18,13 @@ from expert_placement.placement import Placement
 from tests.server.test_faults import PIECES, bodies, kill, supervisor_of
 from tests.support.placement.placements import held, random_placement
 from tests.support.requests.timed_streams import TimedStream, stream_all
-from tests.support.service.real_service import START_S, WIDEEP, RealService, write_tiny_model
+from tests.support.service.real_service import START_S, WIDEEP, RealService
 from tests.support.service.service_processes import has_ended, wait_until
 
 pytestmark = pytest.mark.slow
 
 END_S = 60.0
 Said = list[tuple[object, ...]]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @contextlib.contextmanager

@@ -29,11 +29,6 @@ DRAFTS = '{"method": "ngram", "num_speculative_tokens": 4}'
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
 def service(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealService]:
     """A service of two ranks with drafts. Each test leaves it with two."""
     log = tmp_path_factory.mktemp("service") / "output.txt"

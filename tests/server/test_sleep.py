@@ -14,17 +14,12 @@ from tests.server.test_faults import kill
 from tests.server.test_kv_tiers import PROMPTS, ask
 from tests.server.test_moves_between_ranks import metric, wait_until_nothing_is_open
 from tests.support.requests.timed_streams import stream_all
-from tests.support.service.real_service import START_S, RealService, write_tiny_model
+from tests.support.service.real_service import START_S, RealService
 from tests.support.service.service_processes import has_ended, wait_until
 
 pytestmark = pytest.mark.slow
 
 CALL_S = 120.0
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from server.offline import LLM, SamplingParams
-from tests.support.service.real_service import REPOSITORY, WIDEEP, RealService, write_tiny_model
+from tests.support.service.real_service import REPOSITORY, WIDEEP, RealService
 from tests.support.service.service_processes import HEARS_CTRL_C, has_ended
 
 pytestmark = pytest.mark.slow
@@ -24,11 +24,6 @@ llm = LLM(sys.argv[1], kv_cache_memory="16M")
 print(llm.generate("the cat", SamplingParams(max_tokens=4))[0].outputs[0].token_ids, flush=True)
 input()
 """
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(autouse=True)

@@ -13,18 +13,12 @@ import pytest
 from expert_placement.placement import linear_placement
 from tests.server.front.test_front_recovery import BODIES, GATE, ask, metric, present, status
 from tests.support.service.front_process import TIMEOUT_S, FrontProcess
-from tests.support.service.real_service import write_tiny_model
 from tests.support.service.service_processes import wait_until
 
 pytestmark = pytest.mark.slow  # test_resize is the fast one
 
 ANSWER = "one two three four"
 NUM_EXPERTS = 8
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture
