@@ -258,8 +258,7 @@ class Scheduler:
             raise DuplicateRequestError(
                 f"request id {request.request_id!r} is already being served; ids must be unique"
             )
-        sequence = Sequence.from_request(request, matcher)
-        sequence.weights = self._weights
+        sequence = self._sequence_of(request, matcher)
         error = why_unservable(request, self._max_model_len) or (matcher.failure if matcher else None)
         reason = FinishReason.ERROR if error else sequence.finish_reason(self._max_model_len)
         if reason is not None:
@@ -276,11 +275,16 @@ class Scheduler:
     def expect(self, expected: Expected, now_s: float) -> None:
         """Begin to load the blocks of a request that another rank will hand over, or give them back."""
         if expected.request is not None:
-            sequence = Sequence.from_request(expected.request, None)
+            sequence = self._sequence_of(expected.request)
             self._note_length(sequence)
             self._tables.expect(sequence, now_s)
         elif self._tables.tiers is not None:
             self._tables.tiers.expect_no_more(expected.request_id)
+
+    def _sequence_of(self, request: Request, matcher: StructureMatcher | None = None) -> Sequence:
+        sequence = Sequence.from_request(request, matcher)
+        sequence.weights = self._weights
+        return sequence
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request, even if a batch holds it. Returns None if it is unknown or has ended."""

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from kvcache.blocks import BlockPool
+from kvcache.prefix import ROOT_KEY, with_weights
 from kvcache.states import StatePool
 from scheduler.policy.request import Expected, Request, RequestOutput
 from scheduler.policy.scheduler import Scheduler
@@ -206,6 +207,19 @@ def test_a_rank_that_expects_a_request_loads_its_blocks_while_the_other_computes
     output = first.outputs["r"][-1]
     assert go_on(second, request, output) == len(request.prompt_ids) + 1 - output.num_saved_tokens
     assert not second.tiers._follows and second.pool.num_free == second.pool.num_blocks
+
+
+def test_after_a_weight_update_blocks_of_the_new_weights_are_loaded_ahead() -> None:
+    first = rank_of_host(batched=8)
+    second = rank_of_host(other=first)
+    for rank in (first, second):
+        rank.scheduler.use_weights("new", 1)
+    request = ask("r", prompt_of(33), max_tokens=5)
+    expect(second, request)
+    begin(first, request)
+    second.scheduler.collect(0.0)
+    assert not second.tiers._follows, "all blocks were found"
+    assert second.pool.match(request.prompt_ids[:32], with_weights(ROOT_KEY, "new", ""))
 
 
 def test_a_request_that_does_not_come_gives_its_blocks_back_at_once() -> None:
