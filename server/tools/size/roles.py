@@ -22,14 +22,14 @@ from server.tools.size.deployment import Deployment, Fitted, Sizing
 MOST_BUSY = 0.95  # share of the time in which prefill pools run prompts; with more, the queue has no bound
 
 
-class Side(NamedTuple):
+class FittedPools(NamedTuple):
     """The pools of one role, and what fits on each of them."""
 
     sizings: Mapping[Pool, Sizing]
     fitted: Mapping[Pool, Fitted]
 
     @classmethod
-    def of(cls, sizings: Mapping[Pool, Sizing]) -> "Side":
+    def of(cls, sizings: Mapping[Pool, Sizing]) -> "FittedPools":
         """Find what fits on each pool.
 
         Raises:
@@ -58,7 +58,7 @@ def sides_of(pools: Sequence[Pool]) -> tuple[list[Pool], list[Pool], list[Pool]]
     return prefill or both, decode or both, []
 
 
-def size_sides(prefill: Side, decode: Side, users: int | None) -> dict[Pool, Deployment]:
+def size_sides(prefill: FittedPools, decode: FittedPools, users: int | None) -> dict[Pool, Deployment]:
     """Return the estimate for each pool of the two sides.
 
     Args:
@@ -88,7 +88,7 @@ def size_sides(prefill: Side, decode: Side, users: int | None) -> dict[Pool, Dep
     return prompts | _with_waiting(decodes, waiting)
 
 
-def _decodes(decode: Side, num_users: int) -> dict[Pool, Deployment]:
+def _decodes(decode: FittedPools, num_users: int) -> dict[Pool, Deployment]:
     num_ranks = decode.num_ranks
     return {
         pool: sizing.decodes(decode.fitted[pool], max(1, round(num_users * pool.num_ranks / num_ranks)))
@@ -103,7 +103,7 @@ def _rate(decodes: Mapping[Pool, Deployment]) -> float:
     )
 
 
-def _prompts(prefill: Side, costs: Mapping[Pool, PromptCost], rate: float) -> dict[Pool, Deployment]:
+def _prompts(prefill: FittedPools, costs: Mapping[Pool, PromptCost], rate: float) -> dict[Pool, Deployment]:
     """Let all prefill pools be equally busy."""
     most_per_s = sum(cost.most_per_s for cost in costs.values())
     return {
@@ -112,7 +112,7 @@ def _prompts(prefill: Side, costs: Mapping[Pool, PromptCost], rate: float) -> di
     }
 
 
-def _first_s(prefill: Side, costs: Mapping[Pool, PromptCost], rate: float) -> float:
+def _first_s(prefill: FittedPools, costs: Mapping[Pool, PromptCost], rate: float) -> float:
     """Return the mean time to the first token."""
     prompts = _prompts(prefill, costs, rate).values()
     return sum(each.expected.ttft_s * each.num_ranks for each in prompts) / prefill.num_ranks

@@ -24,7 +24,7 @@ from server.tools.size.deployment import Sized, Sizing
 from server.tools.size.flags import SizeOptions, served_keywords
 from server.tools.size.published import FIGURES, compare, costs_of
 from server.tools.size.report import pools_json, pools_text, published_text, size_json, size_text
-from server.tools.size.roles import Side, sides_of, size_sides
+from server.tools.size.roles import FittedPools, sides_of, size_sides
 
 _ERRORS = (
     ConfigError, OptionsError, PreflightError, SizeError, UnknownDeviceError, UnsupportedModelError,
@@ -129,23 +129,20 @@ def _size_sides(
     """Size pools that share requests: some run the prompts, the others generate."""
     parts = {pool: _part_of(pool, num_ranks, device, options) for pool in (*prefill, *decode)}
 
-    def side(pools: Sequence[Pool]) -> Side:
-        seats = {}
-        for pool in pools:  # all ranks have the same limit of running requests
-            of_decode = pool.num_ranks / num_ranks_of(decode)
-            users = None if asked.users is None else math.ceil(asked.users * of_decode)
-            seats[pool] = Sizing(model, *parts[pool], asked._replace(users=users))
-        return Side.of(seats)
+    def fitted(pools: Sequence[Pool]) -> FittedPools:
+        # All ranks have the same limit of running requests, which follows from the users per decode rank.
+        limits = {pool: _with_part_of_users(asked, [pool], num_ranks_of(decode)) for pool in pools}
+        return FittedPools.of({pool: Sizing(model, *parts[pool], limits[pool]) for pool in pools})
 
-    found = size_sides(side(prefill), side(decode), asked.users)
+    found = size_sides(fitted(prefill), fitted(decode), asked.users)
     return {
         pool: Sized(
             model,
             parts[pool][0],
             deployment,
-            None,
-            (),
-            Role.PREFILL if pool in prefill else Role.DECODE,
+            least=None,
+            replicas=(),
+            role=Role.PREFILL if pool in prefill else Role.DECODE,
         )
         for pool, deployment in found.items()
     }

@@ -323,46 +323,24 @@ def test_a_decode_pool_holds_the_answers_and_a_prefill_pool_few_requests(
 def test_prompts_that_outrun_the_prefill_pool_limit_the_service(
     gpt_oss: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = (
-        str(gpt_oss),
-        "--device",
-        "h200",
-        "--pools",
-        "prefill:1,decode:3",
-        "--users",
-        "600",
-        "--input",
-        "8000",
-        "--output",
-        "20",
-    )
-    prefill, decode, rate = _sides(json.loads(_said(capsys, *words, "--json")))
+    given = "--device h200 --users 600 --input 8000 --output 20 --pools"
+    words = (str(gpt_oss), *given.split())
+    prefill, decode, rate = _sides(json.loads(_said(capsys, *words, "prefill:1,decode:3", "--json")))
     assert decode["workload"]["users"] < 100
     waiting = prefill["expected"]["ttft_s"] * rate
     assert waiting + decode["workload"]["users"] == pytest.approx(600, rel=0.01), (
         "the others wait for prompts"
     )
-    assert "; the prefill pools limit them" in _said(capsys, *words)
-    more = json.loads(_said(capsys, *words[:3], "--pools", "prefill:3,decode:1", *words[5:], "--json"))
+    assert "; the prefill pools limit them" in _said(capsys, *words, "prefill:1,decode:3")
+    more = json.loads(_said(capsys, *words, "prefill:3,decode:1", "--json"))
     assert _sides(more)[2] > 2 * rate
 
 
 def test_answers_that_do_not_fit_wait_for_room_on_the_decode_pool(
     gpt_oss: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = (
-        str(gpt_oss),
-        "--device",
-        "h200",
-        "--pools",
-        "prefill:1,decode:1",
-        "--users",
-        "2000",
-        "--output",
-        "2000",
-        "--max-num-seqs",
-        "100",
-    )
+    given = "--device h200 --pools prefill:1,decode:1 --users 2000 --output 2000 --max-num-seqs 100"
+    words = (str(gpt_oss), *given.split())
     _, decode, _ = _sides(json.loads(_said(capsys, *words, "--json")))
     assert decode["workload"]["users"] == 100 and decode["expected"]["waiting_users"] > 1500
     assert "users wait for room" in (said := _said(capsys, *words))
