@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from kvcache.blocks import BlockPool
 from kvcache.states import StatePool
-from scheduler.policy.request import Request, RequestOutput, SamplingParams
+from scheduler.policy.request import Expected, Request, RequestOutput, SamplingParams
 from scheduler.policy.scheduler import Scheduler
 from tests.scheduler.policy.test_any_history import check_outcome
 from tests.support.engines.fake_tiers import FakeTiers
@@ -83,6 +83,12 @@ class TwoRanksMachine(RuleBasedStateMachine):
         hands_over = self.requests[name].hands_over and (not delivered or name.endswith("1"))
         request = replace(self.requests[name], replayed_ids=delivered, hands_over=hands_over, **changes)
         self.ranks[self.at[name]].scheduler.add(request)
+        if hands_over:
+            self._expect(name, request)
+
+    def _expect(self, name: str, request: Request | None) -> None:
+        """Announce a request to the rank that does not have it, or let that rank give its blocks back."""
+        self.ranks[1 - self.at[name]].scheduler.expect(Expected(name, request), 0.0)
 
     def _is_open(self, name: str) -> bool:
         return not any(output.finish_reason is not None for output in self.outputs[name])
@@ -134,6 +140,12 @@ class TwoRanksMachine(RuleBasedStateMachine):
         released = self.ranks[self.at[name]].scheduler.withdraw(name, even_if_begun=even_if_begun)
         if released is not None and released.is_returned:
             self._continue_elsewhere(released)
+
+    @precondition(lambda self: self.requests)
+    @rule(which=st.integers(0, 1000))
+    def expect_no_more(self, which: int) -> None:
+        """A rank may hear this at any time, also of requests that it does not expect."""
+        self._expect(f"r{which % len(self.requests)}", None)
 
     @precondition(lambda self: self.requests)
     @rule(which=st.integers(0, 1000))
