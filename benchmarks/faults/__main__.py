@@ -34,7 +34,7 @@ from benchmarks.card import environment_card, print_card, print_tail, save_resul
 from benchmarks.faults.campaign import Campaign, Fault
 from benchmarks.faults.kinds import FAULTS, OF_NODES, OF_RESIZES, OF_TIERS, OUTAGES, OWN_MOVE, SUPERVISOR
 from benchmarks.faults.nodes import TwoNodes
-from benchmarks.faults.orders import Orders
+from benchmarks.faults.orders import FaultOrders
 from benchmarks.serving.closed_loop import ExactPrompts
 from benchmarks.serving.service import BenchServiceError, Server, Service
 from kvcache.paged_cache import BLOCK_TOKENS
@@ -132,7 +132,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         tempfile.TemporaryDirectory(prefix="wideep_faults_") as folder,
         tempfile.NamedTemporaryFile(prefix="wideep_bench_") as log,
     ):
-        orders = Orders(Path(folder))
+        orders = FaultOrders(Path(folder))
         flags = [
             *([f"--pools={args.pools}", _HAND_OVER] if args.pools else []),
             f"--max-rank-restarts={3 * num_faults + 3}",
@@ -171,7 +171,12 @@ def _possible(args: argparse.Namespace) -> dict[str, Fault]:
 
 
 def _service(
-    args: argparse.Namespace, model: Path, num_ranks: int, flags: list[str], orders: Orders, log: IO[bytes]
+    args: argparse.Namespace,
+    model: Path,
+    num_ranks: int,
+    flags: list[str],
+    orders: FaultOrders,
+    log: IO[bytes],
 ) -> Server:
     """Start the service on one node, or on two. Each node has its own folder on the disk."""
     folders = [orders.disk / str(node) for node in range(args.nodes)]

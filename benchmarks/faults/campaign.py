@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.faults.links import connections, cut
-from benchmarks.faults.orders import Orders
+from benchmarks.faults.orders import FaultOrders
 from benchmarks.faults.outcomes import FaultOutcome, left_behind, line_of, spread, summarise
 from benchmarks.serving.live_answers import LiveAnswer, LostAnswerError, Said, longest_pause_s
 from benchmarks.serving.processes import command_of, pss_bytes
@@ -57,7 +57,7 @@ class Campaign:
         num_ranks: int,
         num_open: int,
         drawn: random.Random,
-        orders: Orders,
+        orders: FaultOrders,
         outages: Sequence[str] = (),
     ) -> None:
         """Send no request before `run`.

@@ -35,7 +35,7 @@ class TwoNodes(Server):
         Args:
             num_ranks: Of each node.
             flags: Flags of each node.
-            environment: Variables for both nodes, which include those of `orders.Orders`.
+            environment: Variables for both nodes, which include those of `orders.FaultOrders`.
 
         Raises:
             BenchServiceError: It did not start.

@@ -28,7 +28,7 @@ class Flips(NamedTuple):
     num_unseen: int  # of these, records that the service took for whole
 
 
-class Orders:
+class FaultOrders:
     """The orders of one campaign, in a folder."""
 
     def __init__(self, folder: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from benchmarks.faults.__main__ import main
 from benchmarks.faults.kinds import FAULTS, OF_NODES, OF_TIERS, OUTAGES
 from benchmarks.faults.links import connections, cut
-from benchmarks.faults.orders import Orders
+from benchmarks.faults.orders import FaultOrders
 from tests.support.service.real_service import REPOSITORY, write_tiny_model
 
 USE_STORE = """
@@ -53,7 +53,7 @@ print("changed" if any(record) else "equal", time.perf_counter() - begun_s)
 """
 
 
-def run(orders: Orders, script: str) -> tuple[str, float]:
+def run(orders: FaultOrders, script: str) -> tuple[str, float]:
     """Run a script in a process that starts like the service's. Return the outcome and the seconds that it prints."""
     orders.disk.mkdir(exist_ok=True)
     ended = subprocess.run(
@@ -64,7 +64,7 @@ def run(orders: Orders, script: str) -> tuple[str, float]:
     return outcome, float(seconds)
 
 
-def use(orders: Orders) -> tuple[str, float]:
+def use(orders: FaultOrders) -> tuple[str, float]:
     """Write and read a record."""
     found = run(orders, USE_STORE)
     (orders.disk / "blocks.kv").unlink()
@@ -72,7 +72,7 @@ def use(orders: Orders) -> tuple[str, float]:
 
 
 def test_the_disk_does_what_the_campaign_orders(tmp_path: Path) -> None:
-    orders = Orders(tmp_path)
+    orders = FaultOrders(tmp_path)
     assert use(orders)[0] == "WHOLE"
     with orders.given(disk=0.2):
         outcome, seconds = use(orders)
@@ -83,7 +83,7 @@ def test_the_disk_does_what_the_campaign_orders(tmp_path: Path) -> None:
 
 
 def test_a_changed_record_is_noticed_and_counted(tmp_path: Path) -> None:
-    orders = Orders(tmp_path)
+    orders = FaultOrders(tmp_path)
     with orders.given(flips=True):
         assert use(orders)[0] == "DAMAGED"
         assert orders.flips == (1, 0)
@@ -96,7 +96,7 @@ def test_a_changed_record_is_noticed_and_counted(tmp_path: Path) -> None:
 
 
 def test_damage_changes_records_and_leaves_the_header(tmp_path: Path) -> None:
-    orders = Orders(tmp_path)
+    orders = FaultOrders(tmp_path)
     run(orders, USE_STORE)
     path = orders.disk / "blocks.kv"
     before = path.read_bytes()
