@@ -115,11 +115,15 @@ class Campaign:
         await asyncio.gather(*clients)
         after = await self._settled_footprint()
         await self._count()
+        return self._result(before, after)
+
+    def _result(self, before: dict[str, float], after: dict[str, float]) -> dict[str, Any]:
+        """Return all figures. `before` and `after` are the footprints."""
         flips = self.orders.flips
         most_s = MOST_PAUSE_S + (percentile(self._gaps_s, 99) if self._gaps_s else 0.0)
-        waits_s = [
-            each for kind, times in self._pauses().items() if kind not in self._outages for each in times
-        ]
+        # Of streams while some rank serves.
+        pauses_s = {kind: times for kind, times in self._pauses().items() if kind not in self._outages}
+        waits_s = [each for times in pauses_s.values() for each in times]
         return {
             "faults": len(self.outcomes),
             "left_out": self.left_out,
@@ -139,8 +143,8 @@ class Campaign:
             "most_pause_s": round(most_s, 3),
             "late": {
                 kind: num_late
-                for kind, times in self._pauses().items()
-                if kind not in self._outages and (num_late := sum(each > most_s for each in times))
+                for kind, times in pauses_s.items()
+                if (num_late := sum(each > most_s for each in times))
             },
             **{name: before_restarts + now for name, (before_restarts, now) in self._counted.items()},
             "before": before,
