@@ -32,7 +32,16 @@ from typing import IO, Any
 
 from benchmarks.card import environment_card, print_card, print_tail, save_result
 from benchmarks.faults.campaign import Campaign, Fault
-from benchmarks.faults.kinds import FAULTS, OF_NODES, OF_RESIZES, OF_TIERS, OUTAGES, OWN_MOVE, SUPERVISOR
+from benchmarks.faults.kinds import (
+    AUTOMATIC_MOVE,
+    FAULTS,
+    KILL_A_FRONT,
+    OF_NODES,
+    OF_RESIZES,
+    OF_TIERS,
+    OUTAGES,
+    SUPERVISOR,
+)
 from benchmarks.faults.nodes import TwoNodes
 from benchmarks.faults.orders import FaultOrders
 from benchmarks.serving.closed_loop import ExactPrompts
@@ -48,9 +57,8 @@ _EAGER = (  # rebalances often and moves slowly
     '"max_bytes_per_step": 65536}',
 )
 _PROMPT_TOKENS = 48
-_HAND_OVER = (
-    f"--prefill-threshold={_PROMPT_TOKENS}"  # so that each prompt without a cached prefix is handed over
-)
+# Each prompt without a cached prefix is handed over.
+_HAND_OVER = f"--prefill-threshold={_PROMPT_TOKENS}"
 _WRONG = ("lost", "changed", "late", "unseen_flips", "left_behind")  # figures that must be 0 or empty
 _DISK_BYTES = 128 << 20
 _MOST_DRAWN = 3  # drawn kinds per fault
@@ -138,7 +146,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             f"--max-rank-restarts={3 * num_faults + 3}",
             "--disable-access-log",
             f"--api-server-count={args.fronts}",
-            *(_EAGER if OWN_MOVE in names else ()),
+            *(_EAGER if AUTOMATIC_MOVE in names else ()),
         ]
         with _service(args, model, num_ranks, flags, orders, log) as service:
             campaign = Campaign(
@@ -163,6 +171,8 @@ def _possible(args: argparse.Namespace) -> dict[str, Fault]:
         reasons |= dict.fromkeys(OF_NODES, "all ranks share the memory of one node (--nodes 2)")
     if args.pools or args.fronts > 1 or args.nodes == 2:
         reasons |= dict.fromkeys(OF_RESIZES, "the service has pools, several fronts or nodes")
+    if args.fronts == 1:
+        reasons[KILL_A_FRONT] = "the service has one front (--fronts)"
     if args.nodes == 2:
         reasons[SUPERVISOR] = "a torchrun ends with its first worker"
     for kind, reason in reasons.items():

@@ -14,8 +14,8 @@ DRAIN_S = 5.0  # limit of the wait for an empty rank
 ORDER_S = 2.0  # of a slow or full disk, of slow links, and of changed bytes
 CHANCE_S = 20.0  # limit of the wait for a transfer to disturb
 NUM_FLUSHES = 3
-OWN_MOVE, SUPERVISOR = "kill amid an own move", "kill a supervisor"
-KILL_A_FRONT = "kill a front"
+AUTOMATIC_MOVE = "kill during an automatic move"
+KILL_A_FRONT, SUPERVISOR = "kill a front", "kill a supervisor"
 _POLL_S = 0.05
 
 
@@ -25,7 +25,7 @@ async def _kill(campaign: Campaign, count: int) -> int:
     return len(ranks)
 
 
-async def _kill_amid_move(campaign: Campaign) -> int:
+async def _kill_during_move(campaign: Campaign) -> int:
     apply = asyncio.create_task(campaign.apply_plan())
     await asyncio.sleep(campaign.drawn.uniform(0.0, 0.5))
     num_lost = await _kill(campaign, 1)
@@ -33,7 +33,7 @@ async def _kill_amid_move(campaign: Campaign) -> int:
     return num_lost
 
 
-async def _kill_amid_own_move(campaign: Campaign) -> int:
+async def _kill_during_automatic_move(campaign: Campaign) -> int:
     """Kill an engine while experts move by the service's own decision (`--enable-eplb`)."""
     ranks = await campaign.wait_for_own_move()
     campaign.send(signal.SIGKILL, campaign.drawn.choice(ranks))
@@ -288,8 +288,8 @@ FAULTS: Mapping[str, Fault] = {
     "kill one": lambda campaign: _kill(campaign, 1),
     "kill two": lambda campaign: _kill(campaign, 2),
     "kill all": lambda campaign: _kill(campaign, campaign.num_ranks),
-    "kill amid a move": _kill_amid_move,
-    OWN_MOVE: _kill_amid_own_move,
+    "kill during a move": _kill_during_move,
+    AUTOMATIC_MOVE: _kill_during_automatic_move,
     "kill while starting": _kill_while_starting,
     "kill another while one is away": _kill_another_while_one_is_away,
     "hang": _hang,

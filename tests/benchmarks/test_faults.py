@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.faults.__main__ import main
-from benchmarks.faults.kinds import FAULTS, OF_NODES, OF_TIERS, OUTAGES
+from benchmarks.faults.__main__ import _parser, _possible, main
+from benchmarks.faults.kinds import FAULTS, OF_NODES, OF_RESIZES, OF_TIERS, OUTAGES
 from benchmarks.faults.links import connections, cut
 from benchmarks.faults.orders import FaultOrders
 from tests.support.service.real_service import REPOSITORY, write_tiny_model
@@ -119,8 +119,22 @@ def test_connections_between_processes_are_found_and_cut() -> None:
 
 
 def test_every_kind_has_one_name() -> None:
-    assert len({*FAULTS, *OF_TIERS, *OF_NODES}) == len(FAULTS) + len(OF_TIERS) + len(OF_NODES)
+    groups = (FAULTS, OF_RESIZES, OF_TIERS, OF_NODES)
+    assert len({name for group in groups for name in group}) == sum(map(len, groups))
     assert {*OUTAGES} <= FAULTS.keys()
+
+
+@pytest.mark.parametrize(
+    ("words", "left_out"),
+    [
+        ((), {*OF_TIERS, *OF_NODES, "kill a front"}),
+        (("--fronts=2", "--tiers"), {*OF_RESIZES, *OF_NODES}),
+        (("--nodes=2", "--tiers"), {*OF_RESIZES, "kill a front", "kill a supervisor"}),
+    ],
+)
+def test_kinds_that_a_service_cannot_suffer_are_left_out(words: tuple[str, ...], left_out: set[str]) -> None:
+    every = {*FAULTS, *OF_RESIZES, *OF_TIERS, *OF_NODES}
+    assert every - _possible(_parser().parse_args(words)).keys() == left_out
 
 
 def campaign(
