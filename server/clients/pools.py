@@ -10,6 +10,7 @@ from typing import Any
 from server.clients.status import counted
 from server.http.client import ServiceClient, ServiceError, api_key_of
 from server.machine.lines import printable
+from server.options.pools import ranks_in_words
 
 
 def run_pools(
@@ -38,10 +39,9 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
     width = max(len(pool["name"]) for pool in found["pools"])
     for pool in found["pools"]:
         ranks = pool["ranks"]
-        named = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
         away = "" if pool["serving"] == len(ranks) else f", {pool['serving']} of {len(ranks)} serve"
         yield (
-            f"{pool['name']:{width}}  {pool['role']:7}  {named}{away}: {counted(pool['requests'])}, "
+            f"{pool['name']:{width}}  {pool['role']:7}  {ranks_in_words(ranks)}{away}: {counted(pool['requests'])}, "
             f"{pool['kv_usage']:.0%} of the KV cache in use"
         )
     if found["roles"] == "auto":

@@ -10,6 +10,7 @@ from typing import Any
 
 from server.http.client import ServiceClient, ServiceError, api_key_of
 from server.machine.lines import printable
+from server.options.pools import ranks_in_words
 
 NUM_EVENTS = 5  # shown
 
@@ -39,9 +40,8 @@ def _lines(status: Mapping[str, Any]) -> Iterator[str]:
     pools = status.get("pools", ())
     for each in pools if len(pools) > 1 else ():
         ranks = each["ranks"]
-        numbers = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
         yield (
-            f"pool {each['pool']} ({each['role']}, {numbers}): {each['phase']}, {len(each['members'])} of {len(ranks)} serve, "
+            f"pool {each['pool']} ({each['role']}, {ranks_in_words(ranks)}): {each['phase']}, {len(each['members'])} of {len(ranks)} serve, "
             f"epoch {each['epoch']}"
         )
     for each in status["missing"]:

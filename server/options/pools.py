@@ -43,9 +43,7 @@ class Pool(NamedTuple):
     @property
     def in_words(self) -> str:
         """The pool with its role and ranks for people: "pool long (prefill, ranks 2 to 3)"."""
-        ranks = self.ranks
-        numbers = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
-        return f"pool {self.name} ({self.role.value}, {numbers})"
+        return f"pool {self.name} ({self.role.value}, {ranks_in_words(self.ranks)})"
 
 
 def single_pool(num_ranks: int) -> tuple[Pool, ...]:
@@ -110,6 +108,11 @@ def have_roles(pools: Sequence[Pool]) -> bool:
 def in_words(pools: Sequence[Pool]) -> str:
     """Return the pools and their numbers of ranks for people: "prefill 1, decode 2"."""
     return ", ".join(f"{pool.name} {pool.num_ranks}" for pool in pools)
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Return consecutive ranks for people: "rank 4", or "ranks 2 to 3"."""
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
 
 
 def check_pool_name(flag: str, name: str) -> str:
