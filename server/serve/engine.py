@@ -362,8 +362,7 @@ def _peer_network(
     options: Options, place: Place, front: dict[str, str], environment: Mapping[str, str]
 ) -> PeerNetwork | None:
     """Return how other nodes fetch prefixes from this rank: on gloo's interface. None if there are no others."""
-    is_alone = place.world_size == place.local_world_size and not options.has_own_pool
-    if not options.engine.kv_offloading_bytes or is_alone:
+    if not options.engine.kv_offloading_bytes or place.is_alone(options):
         return None
     taken = gloo_takes(environment, find_interfaces(), socket.gethostname())
     if not taken.address:

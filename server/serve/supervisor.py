@@ -370,8 +370,7 @@ class Supervisor:
         """Return the message for a rank that lost its service; on another node, with the command to rejoin."""
         text = f"rank {self._place.rank} lost its connection to the front and left the service"
         options = self._options
-        is_alone = self._place.world_size == self._place.local_world_size and not options.has_own_pool
-        if UNDER_SERVE in self._environment or is_alone:
+        if UNDER_SERVE in self._environment or self._place.is_alone(options):
             return text
         pools = f" --pools {options.pools}" if options.pools else ""
         if options.has_own_pool:

@@ -131,8 +131,7 @@ def _prepare(
             gpu_bytes=device.free_bytes,
         )
         say(f"wideep: computing on {device.in_words}")
-        has_others = place.world_size > place.local_world_size or options.has_own_pool
-        spans_nodes = has_others and not _is_this_machine(store_host)
+        spans_nodes = not place.is_alone(options) and not _is_this_machine(store_host)
         say_problems(
             problems_at_start(
                 options,

@@ -47,6 +47,10 @@ class Place:
     master_port: int
     pool: Pool | None = None  # as assigned by a running service. None: the options determine it
 
+    def is_alone(self, options: Options) -> bool:
+        """Return whether the service has no other nodes, and none may join."""
+        return self.world_size == self.local_world_size and not options.has_own_pool
+
     def pool_in(self, options: Options) -> Pool:
         """Return the pool of this worker's rank.
 
@@ -117,16 +121,14 @@ def front_host(
     """
     if place.world_size == place.local_world_size and not may_grow:
         return "127.0.0.1"
-    if may_grow:
-        endpoint = rendezvous_endpoint(_command_line(agent_pid), environment)
-        if endpoint is None or not endpoint.port:
-            raise PlaceError(
-                "other torchruns join a service with --pool at its rendezvous endpoint; give torchrun --rdzv-backend wideep "
-                "--rdzv-endpoint HEAD:29400, with a name or address of this node that the others can reach"
-            )
+    endpoint = rendezvous_endpoint(_command_line(agent_pid), environment)
+    if may_grow and (endpoint is None or not endpoint.port):
+        raise PlaceError(
+            "other torchruns join a service with --pool at its rendezvous endpoint; give torchrun --rdzv-backend wideep "
+            "--rdzv-endpoint HEAD:29400, with a name or address of this node that the others can reach"
+        )
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # not torchrun, so no agent listens
         return place.master_addr if place.rank == place.local_rank else None
-    endpoint = rendezvous_endpoint(_command_line(agent_pid), environment)
     host, port = endpoint or Endpoint(place.master_addr, place.master_port)
     return host if listens_on(agent_pid, port) else None
 
