@@ -24,7 +24,7 @@ from server.options.flag import OptionsError, add_flags, words_of
 from server.options.foreign.flags import ForeignFlag, judge
 from server.options.foreign.sglang import SGLANG_FLAGS
 from server.options.foreign.vllm import VLLM_FLAGS
-from server.options.pools import Role, have_roles, read_pools
+from server.options.pools import have_roles
 from server.options.table import CONFIG_FILE, DEMO_MODEL, OPTIONS, Options
 
 API_KEY_VARIABLE = "WIDEEP_API_KEY"  # keys separated by spaces; added to those of --api-key
@@ -391,16 +391,13 @@ def _check_pools(options: Options) -> None:
         raise OptionsError(
             f"--pools lists all pools of one torchrun, and {given} makes this torchrun one pool; give one of them"
         )
-    has_one = not options.has_own_pool and len(read_pools(options.pools or "both:1")) == 1
-    if options.pool_roles == "auto" and has_one:
+    pools = options.pools_among(options.given_ranks or 1)
+    if options.pool_roles == "auto" and len(pools) == 1 and not options.has_own_pool:
         raise OptionsError(
             "--pool-roles auto changes the roles of several pools; give them with --pools, or leave it out"
         )
-    if options.has_own_pool:
-        given, has_roles = f"--role {options.pool_role.value}", options.pool_role is not Role.BOTH
-    else:
-        given, has_roles = f"--pools {options.pools}", have_roles(read_pools(options.pools or "both:1"))
-    if has_roles and not options.engine.enable_prefix_caching:
+    if have_roles(pools) and not options.engine.enable_prefix_caching:
+        given = f"--role {options.role}" if options.has_own_pool else f"--pools {options.pools}"
         raise OptionsError(
             f"{given} hands requests over through cached prefixes, but --no-enable-prefix-caching disables "
             "the prefix cache; remove one of them, or give all pools the role both"
