@@ -6,6 +6,7 @@ namespaces (root only). Fetched blocks are loaded too, as a request does it. Byt
 
 How much of a hand-over is not hidden behind the prompt? The saving rank gets the blocks in chunks, as its steps compute them, and
 the other rank loads each block when it is there. What is left after the last chunk is not hidden.
+`benchmarks.hand_over` measures this in a service.
 
 Expected bound: through host memory, each block is copied and summed twice. Over a socket, it is read, summed, sent, received, summed
 and written; on one machine both ends share its cores and its memory.

@@ -22,7 +22,8 @@ class LoadJob:
     block_ids: Sequence[int] = ()  # to fill
     state_key: bytes | None = None  # of the state; without it the blocks are of no use
     slot: int = -1  # to fill
-    # time.monotonic() until which it waits for blocks that another rank is saving; 0: not at all. May be changed at any time.
+    # time.monotonic() until which it waits for blocks that another rank is saving. 0 means that it does not wait. It may change at
+    # any time.
     until_s: float = 0.0
     num_loaded: int = 0  # result: the first blocks that are whole, in order
     has_state: bool = False  # result

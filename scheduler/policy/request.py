@@ -171,7 +171,7 @@ class Expected(NamedTuple):
     """A request that another rank of this host will hand over: its blocks may be loaded while that rank computes them."""
 
     request_id: str
-    request: Request | None  # None: it is handed over no more, or to another rank
+    request: Request | None  # None if it will not be handed over to this rank any more
 
 
 class ForgetPrefixes(NamedTuple):

@@ -125,7 +125,7 @@ class Claim(NamedTuple):
     node: str  # identifies the torchrun; shared by its workers on one node
     local_rank: int
     num_ranks: int  # on this node
-    pool: PoolClaim | None = None  # None: a rank of a lost node of any pool
+    pool: PoolClaim | None = None  # None claims a rank of a lost node of any pool
 
 
 class Claimed(NamedTuple):
@@ -256,7 +256,7 @@ class Expect(NamedTuple):
     """Load a request's blocks while another rank of the host computes them, because that rank will hand it over."""
 
     request_id: str
-    submit: Submit | None  # None: it is handed over no more, or to another rank
+    submit: Submit | None  # None if it will not be handed over to this rank any more
 
 
 class Abort(NamedTuple):

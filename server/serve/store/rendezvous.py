@@ -45,7 +45,7 @@ class Place:
     local_world_size: int  # ranks on this node
     master_addr: str
     master_port: int
-    pool: Pool | None = None  # as assigned by a running service. None: the options determine it
+    pool: Pool | None = None  # as assigned by a running service; None if the options determine it
 
     def is_alone(self, options: Options) -> bool:
         """Return whether the service has no other nodes, and none may join."""
@@ -183,7 +183,7 @@ def join_service(
     Args:
         endpoint: The service's rendezvous endpoint. place: This worker's place in its own torchrun.
         command: Command that runs `server.serve.store.claim`, which needs torch.
-        pool: The pool that this torchrun is. None: it takes the place of a lost node.
+        pool: The pool that this torchrun is. None means that it takes the place of a lost node.
 
     Raises:
         PlaceError: The service has no rank for this worker; the message gives the reason.
