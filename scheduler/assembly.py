@@ -67,7 +67,7 @@ from scheduler.step.runner import Runner
 from scheduler.step.sizing import CacheSize
 from scheduler.structure.compiler import LoadVocabulary, StructureCompiler, no_vocabulary
 from scheduler.weights.loading import VersionLoader
-from scheduler.weights.updates import WeightUpdates
+from scheduler.weights.updates import RankWeights
 
 ORDER_MARGIN_S = 60.0  # a rank waits this much longer for an order than the front waits for a rank to return
 SWITCH_S = 0.5e-3  # CPython's default is 5 ms
@@ -286,13 +286,13 @@ def _make_weights(
     model: Model,
     relocation: Relocation,
     available: Callable[[], int],
-) -> WeightUpdates:
+) -> RankWeights:
     """Return the part of updates of the base weights. On GPUs they are not implemented: captured graphs hold addresses."""
     if config.device != "cpu":
-        return WeightUpdates(config.rank)
+        return RankWeights(config.rank)
     make_step = partial(_make_step, config, max_model_len, backend)
     loader = VersionLoader(config, model, relocation, make_step=make_step, available=available)
-    return WeightUpdates(config.rank, loader.parts, enter_thread=backend.enter_thread)
+    return RankWeights(config.rank, loader.parts, enter_thread=backend.enter_thread)
 
 
 def _make_epochs(config: EngineConfig, parts: RankParts, links: EpochLinks | None) -> EpochFollower:

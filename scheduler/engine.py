@@ -51,7 +51,7 @@ from scheduler.step.plan_time import PlanTime
 from scheduler.step.prefill_pace import PrefillPace
 from scheduler.step.runner import Runner
 from scheduler.structure.compiler import StructureCompiler, Structured
-from scheduler.weights.updates import WeightUpdates
+from scheduler.weights.updates import RankWeights
 from scheduler.weights.versions import WeightVersion
 
 OnStep = Callable[[list[RequestOutput], RankStats], None]
@@ -97,7 +97,7 @@ class Engine:
         overlaps: bool = False,
         plan_time: PlanTime | None = None,
         tiers: Tiers | None = None,
-        weights: WeightUpdates | None = None,
+        weights: RankWeights | None = None,
         adapters: AdapterLoads | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -113,7 +113,7 @@ class Engine:
                 Not with a drafter, which needs the newest token.
             plan_time: Delays the plans of overlapped steps. None plans at once.
             tiers: The scheduler's tiers; closed with the engine.
-            weights: Replaces the model's weights while it serves. None: they stay.
+            weights: Replaces the model's weights while it serves. With None they stay.
             adapters: Loads of adapters. None if the model takes none.
         """
         assert not (overlaps and drafter), (
@@ -131,7 +131,7 @@ class Engine:
         relocation.on_news = self._wake
         self.memory = memory
         memory.on_news = self._wake
-        self.weights = weights or WeightUpdates()
+        self.weights = weights or RankWeights()
         self.weights.on_news, self.weights.on_installed = self._wake, self._begin_weights
         self.adapters = adapters
         if adapters is not None:

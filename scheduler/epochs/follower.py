@@ -51,7 +51,7 @@ from scheduler.step.groups import check_agreed, open_groups
 from scheduler.step.lockstep import LockStep
 from scheduler.step.parts import can_replay, open_dispatcher, open_forward, open_lockstep
 from scheduler.step.runner import Runner
-from scheduler.weights.updates import WeightUpdates
+from scheduler.weights.updates import RankWeights
 
 ADAPTERS_TIMEOUT_S = 60.0  # for reading the adapters that the others have
 MOST_OF_AVAILABLE = 0.9  # share of free memory that experts of lost ranks may take
@@ -86,7 +86,7 @@ class RankParts:
     telemetry: Telemetry
     store: Store  # the job's, on a connection used for nothing else
     available: Callable[[], int]  # returns the free memory in bytes
-    weights: WeightUpdates = field(default_factory=WeightUpdates)
+    weights: RankWeights = field(default_factory=RankWeights)
     adapters: AdapterLoads | None = None
 
 

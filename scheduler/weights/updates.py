@@ -65,7 +65,7 @@ class WeightParts(NamedTuple):
     check: Callable[[], WeightDigests]  # computes the check sums of the serving weights
 
 
-class WeightUpdates:
+class RankWeights:
     """The base weights of one rank. Any thread may call `order`; the rest only the step loop's."""
 
     def __init__(

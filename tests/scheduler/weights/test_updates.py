@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from moe.load.checkpoint import CheckpointError
-from scheduler.weights.updates import Loaded, NoRoomError, WeightParts, WeightUpdates
+from scheduler.weights.updates import Loaded, NoRoomError, RankWeights, WeightParts
 from scheduler.weights.versions import (
     WeightAction,
     WeightDigests,
@@ -43,7 +43,7 @@ class Rank:
         self.held = [[0, 1]]
         self.plain = "p"
         parts = WeightParts(self._load, self._install, lambda: [[0, 1]], self._check)
-        self.updates = WeightUpdates(3, parts)
+        self.updates = RankWeights(3, parts)
         self.updates.on_report = self.reports.append
         self.updates.on_installed = lambda version: self.begun.append(version.number)
 
@@ -218,7 +218,7 @@ def test_another_label_of_the_serving_version_drops_nothing() -> None:
 
 
 def test_a_rank_that_cannot_change_its_weights_says_so() -> None:
-    updates, reports = WeightUpdates(), list[WeightReport]()
+    updates, reports = RankWeights(), list[WeightReport]()
     updates.on_report = reports.append
     updates.order(WeightOrder(action=WeightAction.STAGE, version=WeightVersion(1)))
     worker = updates._worker
