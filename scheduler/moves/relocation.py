@@ -120,9 +120,8 @@ class Relocation:
     def use_layers(self, places: Sequence[MovableLayer]) -> None:
         """Move the experts of these layers from now on. They hold the same experts, with other weights. No move may run."""
         with self._lock:
-            has_ended = self._lock.wait_for(
-                lambda: not self._is_attempting, CLOSE_TIMEOUT_S
-            )  # of an earlier epoch
+            # An attempt of an earlier epoch may still be ending.
+            has_ended = self._lock.wait_for(lambda: not self._is_attempting, CLOSE_TIMEOUT_S)
             assert has_ended and self._ready is None and not self._wanted, (
                 "experts move while their weights change"
             )

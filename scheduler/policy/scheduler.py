@@ -225,7 +225,8 @@ class Scheduler:
         none of them.
 
         Args:
-            digest: Digest of the weights. number: Number of their version; outputs that end requests have it.
+            digest: Digest of the weights.
+            number: Number of their version. Outputs that end requests carry it.
         """
         self._weights, self._weights_number = digest, number
         for batch in self._in_flight:

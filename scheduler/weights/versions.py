@@ -35,9 +35,8 @@ class WeightVersion(NamedTuple):
     label: str = ""  # chosen by the client; "" if it chose none
     folders: tuple[WeightFolder, ...] = ()  # newest last
     hides_checkpoint: bool = False  # the folders have all tensors
-    digest: str = (
-        ""  # of all weights, as hexadecimal digits; "" for the checkpoint and before ranks have read them
-    )
+    # Of all weights, as hexadecimal digits; "" for the checkpoint and before ranks have read them.
+    digest: str = ""
 
 
 CHECKPOINT = WeightVersion(0)

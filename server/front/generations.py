@@ -123,9 +123,8 @@ class Generation:
         self.first_token_s: float | None = None
         self.last_token_s = ask.request.arrival_s
         self.finished = False
-        self.weight_version = (
-            ""  # label of the weights that drew the last token; set with the end, "" if they have none
-        )
+        # Label of the weights that drew the last token; set with the end, "" if they have none.
+        self.weight_version = ""
         self.failure: ApiError | None = None
         self._on_ready = on_ready
         self._detokenizer = Detokenizer(

@@ -126,8 +126,8 @@ class WeightUpdates:
         """Return the number of the serving version."""
         return self.serving.number
 
-    def label_of(self, number: int | None) -> str:
-        """Return the label of a version, "" if it has none. None: the serving one."""
+    def label_of(self, number: int | None = None) -> str:
+        """Return the label of a version, by default of the serving one; "" if it has none."""
         return self._labels.get(self.serving.number if number is None else number, "")
 
     def why_no_moves(self) -> str | None:
@@ -280,7 +280,7 @@ class WeightUpdates:
         if self._update is not None:
             state = "finishing" if self._is_busy else "open"
         return {
-            "weight_version": self.label_of(None) or "default",
+            "weight_version": self.label_of() or "default",
             "number": version.number,
             "digest": version.digest or None,
             "folders": [folder.path for folder in version.folders],
@@ -340,7 +340,7 @@ class WeightUpdates:
         Raises:
             ApiError: It is a smaller number than the present one.
         """
-        present = self.label_of(None)
+        present = self.label_of()
         if label.isdecimal() and present.isdecimal() and int(label) < int(present):
             raise ApiError(
                 409,
