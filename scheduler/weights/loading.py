@@ -7,8 +7,6 @@ starts with these weights. Until it serves, it has a separate step.
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-
 from kvcache.step import Step
 from moe.expert_weights import Held
 from moe.load.checkpoint import Checkpoint, CheckpointError
@@ -93,10 +91,10 @@ class VersionLoader:
                 f"{MOST_OF_AVAILABLE:.0%} of the free memory may be taken, and {available / 2**20:.0f} MiB are available"
             )
 
-    def _install(self, loaded: Loaded, experts_LE: np.ndarray | None) -> Callable[[], None]:
+    def _install(self, loaded: Loaded, digests: WeightDigests | None) -> Callable[[], None]:
         model = self._model
         other: Model = loaded.model
-        other.digests_LE = experts_LE
+        other.digests_LE = None if digests is None else digests.experts_LE
         model.exchange(other)
         places = [
             MovableLayer(layer, module) for layer, module in zip(model.layers, model.modules, strict=True)

@@ -18,7 +18,6 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 
@@ -60,7 +59,7 @@ class WeightParts(NamedTuple):
     # Loads a version for the present placement, on the thread of updates. Calls its argument often; that raises `OverError`.
     load: Callable[[WeightVersion, Callable[[], None]], Loaded]
     # Lets the model run the loaded weights, while no step runs. Returns a function that frees the old ones.
-    install: Callable[[Loaded, np.ndarray | None], Callable[[], None]]
+    install: Callable[[Loaded, WeightDigests | None], Callable[[], None]]
     held: Callable[[], Held]  # returns the experts that this rank's slots hold under the serving placement
     check: Callable[[], WeightDigests]  # computes the check sums of the serving weights
 
@@ -211,7 +210,7 @@ class RankWeights:
             loaded, order = self._loaded, self.newest
             assert loaded is not None and order is not None and self._parts is not None, "nothing is loaded"
             self._loaded = self._wanted = None
-            self._waste.append(self._parts.install(loaded, order.experts_LE))
+            self._waste.append(self._parts.install(loaded, order.digests))
             self.serving = order.version
             self._work_if_needed()
         self.on_installed(order.version)
@@ -281,7 +280,7 @@ class RankWeights:
         except Exception as error:  # noqa: BLE001 - without a report the front would wait forever
             traceback.print_exc()
             return None, WeightState.FAILED, f"{type(error).__name__}: {error} (a bug; see the rank's log)"
-        if (problem := _difference(order, loaded.digests)) is not None:
+        if (problem := _difference(order.digests, loaded.digests)) is not None:
             loaded.model.dismantle()
             return None, WeightState.REFUSED, problem
         return loaded, WeightState.STAGED, ""
@@ -311,19 +310,17 @@ class RankWeights:
         self.on_report(
             WeightReport(
                 rank=self._rank, number=number, state=state, reason=reason,
-                plain="" if digests is None else digests.plain, experts_LE=None if digests is None else digests.experts_LE,
-                num_bytes=num_bytes, seconds=seconds, step=step,
+                digests=digests, num_bytes=num_bytes, seconds=seconds, step=step,
             )
         )  # fmt: skip
 
 
-def _difference(order: WeightOrder, digests: WeightDigests) -> str | None:
+def _difference(served: WeightDigests | None, own: WeightDigests) -> str | None:
     """Return how loaded weights differ from those that other ranks serve, or None if they do not."""
-    if order.experts_LE is None:
+    if served is None:
         return None
-    own_LE = digests.experts_LE
-    differ = (own_LE != 0) & (own_LE != order.experts_LE)
-    if digests.plain == order.plain and not differ.any():
+    differ = (own.experts_LE != 0) & (own.experts_LE != served.experts_LE)
+    if own.plain == served.plain and not differ.any():
         return None
     what = "weights outside the experts" if not differ.any() else f"{int(differ.sum())} experts"
     return f"{what} differ from those that the other ranks serve: a file has changed since the update"

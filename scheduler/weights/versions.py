@@ -43,7 +43,7 @@ CHECKPOINT = WeightVersion(0)
 
 
 class WeightDigests(NamedTuple):
-    """Check sums of weights in memory. Equal weights have equal ones, on any rank."""
+    """Check sums of weights in memory, of one rank or of all ranks together. Equal weights have equal ones, on any rank."""
 
     plain: str  # of all weights except experts, as hexadecimal digits
     experts_LE: np.ndarray  # [layers, experts] uint64; 0 for experts that the rank does not hold
@@ -65,8 +65,7 @@ class WeightOrder:
     action: WeightAction
     version: WeightVersion
     # Of all ranks together, if the action is SERVE. A rank that loads the version later compares its own.
-    plain: str = ""
-    experts_LE: np.ndarray | None = None
+    digests: WeightDigests | None = None
 
 
 class WeightState(Enum):
@@ -88,8 +87,7 @@ class WeightReport:
     number: int
     state: WeightState
     reason: str = ""  # unless it is STAGED, SERVING or CHECKED
-    plain: str = ""  # these two if it is STAGED or CHECKED
-    experts_LE: np.ndarray | None = None
+    digests: WeightDigests | None = None  # if it is STAGED or CHECKED
     num_bytes: int = 0  # read from files
     seconds: float = 0.0  # of loading
     step: int = 0  # first step with these weights, if it is SERVING

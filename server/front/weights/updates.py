@@ -19,11 +19,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-
 from scheduler.weights.versions import (
     CHECKPOINT,
     WeightAction,
+    WeightDigests,
     WeightFolder,
     WeightOrder,
     WeightReport,
@@ -35,7 +34,7 @@ from server.front.errors import ApiError, bad_request
 from server.front.events import EventLog
 from server.front.weights.files import FoundWeights
 from server.front.weights.sources import Sources, remove_unused
-from server.front.weights.sums import Sums, merge
+from server.front.weights.sums import digest_of, merge
 from server.link.messages import RankFacts, ToRank
 
 _POLL_S = 0.02  # while a call waits
@@ -208,7 +207,7 @@ class WeightUpdates:
             begun_s = self._clock()
             version, merged = await self._stage(version, until_s, timeout_s)
             loaded_s = self._clock()
-            self._serve(version._replace(digest=merged.digest), merged, update.found)
+            self._serve(version._replace(digest=digest_of(merged)), merged, update.found)
             if not await self._wait(self._are_served, until_s):
                 raise self._too_slow(timeout_s)
             self._last_s = loaded_s - begun_s, self._clock() - loaded_s
@@ -367,7 +366,7 @@ class WeightUpdates:
 
     async def _stage(
         self, version: WeightVersion, until_s: float, timeout_s: float
-    ) -> tuple[WeightVersion, Sums]:
+    ) -> tuple[WeightVersion, WeightDigests]:
         """Let all ranks load a version. If ranks are lost or come back, they load again.
 
         Returns:
@@ -386,7 +385,7 @@ class WeightUpdates:
             failure = self._failure(version.number)
             if is_there and not has_changed and failure is None:
                 merged = merge(self._reports[rank] for rank in members)
-                if isinstance(merged, Sums):
+                if isinstance(merged, WeightDigests):
                     return version, merged
                 self._drop(version)
                 raise ApiError(500, f"The new weights do not serve: {merged}.")
@@ -417,14 +416,12 @@ class WeightUpdates:
         assert members is not None, "the ranks serve together"
         return self._pools.epochs(), members
 
-    def _serve(self, version: WeightVersion, merged: Sums, found: Iterable[FoundWeights]) -> None:
+    def _serve(self, version: WeightVersion, merged: WeightDigests, found: Iterable[FoundWeights]) -> None:
         """Order to serve a version. This is final: from now on every epoch serves it."""
         names = {**self._names, **{each.folder: each.names for each in found}}
         self._names = {folder: names[folder] for folder in version.folders if folder in names}
         self._labels[version.number] = version.label
-        self._order = WeightOrder(
-            action=WeightAction.SERVE, version=version, plain=merged.plain, experts_LE=merged.experts_LE
-        )
+        self._order = WeightOrder(action=WeightAction.SERVE, version=version, digests=merged)
         self._ranks.post_all(self._order)
         self._on_served()
 
@@ -450,15 +447,13 @@ class WeightUpdates:
 
     def _compared(self, members: Collection[int]) -> dict[str, Any]:
         merged = merge(self._reports[rank] for rank in members)
-        if not isinstance(merged, Sums):
+        if not isinstance(merged, WeightDigests):
             return {"success": False, "message": merged, "digest": None}
-        order = self._order
-        if order.experts_LE is not None and (
-            merged.plain != order.plain or not np.array_equal(merged.experts_LE, order.experts_LE)
-        ):
+        digest, version = digest_of(merged), self.serving
+        if version.digest and digest != version.digest:
             message = "weights in memory differ from those that were loaded"
-            return {"success": False, "message": message, "digest": merged.digest}
-        return {"success": True, "message": "all copies are equal", "digest": merged.digest}
+            return {"success": False, "message": message, "digest": digest}
+        return {"success": True, "message": "all copies are equal", "digest": digest}
 
     async def _wait(self, is_true: Callable[[], bool], until_s: float) -> bool:
         """Wait for a condition. Returns False if the time is up."""

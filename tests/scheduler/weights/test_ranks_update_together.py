@@ -9,11 +9,11 @@ import pytest
 
 from expert_placement.config import EplbConfig
 from scheduler.policy.request import Request
-from scheduler.weights.versions import WeightAction, WeightOrder, WeightState
+from scheduler.weights.versions import WeightAction, WeightDigests, WeightOrder, WeightState
 from tests.scheduler.weights.test_versions_served import requests
 from tests.support.engines.crew import Crew, Doom
 from tests.support.engines.serving import build, serve
-from tests.support.engines.versions import FILE, stage, version, write_other
+from tests.support.engines.versions import FILE, digests_of, stage, version, write_other
 from tests.support.models.families import write_checkpoint
 
 pytestmark = pytest.mark.slow
@@ -50,18 +50,19 @@ def ask(crew: Crew, name: str, **how: Any) -> dict[str, list[int]]:
 
 def merged(crew: Crew, number: int) -> WeightOrder:
     """Return the order to serve a staged version, with all ranks' check sums. Copies must have equal ones."""
-    reports = [
-        each for each in crew.weight_reports if each.number == number and each.state is WeightState.STAGED
+    found = [
+        digests_of(each)
+        for each in crew.weight_reports
+        if each.number == number and each.state is WeightState.STAGED
     ]
-    assert len({each.plain for each in reports}) == 1
-    sums_RLE = np.stack([each.experts_LE for each in reports])  # type: ignore[arg-type]
+    assert len({each.plain for each in found}) == 1
+    sums_RLE = np.stack([each.experts_LE for each in found])
     most_LE = sums_RLE.max(axis=0)
     assert ((sums_RLE == most_LE) | (sums_RLE == 0)).all() and (most_LE != 0).all()
     return WeightOrder(
         action=WeightAction.SERVE,
         version=crew.versions[number],
-        plain=reports[0].plain,
-        experts_LE=most_LE,
+        digests=WeightDigests(found[0].plain, most_LE),
     )
 
 

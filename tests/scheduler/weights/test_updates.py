@@ -56,7 +56,7 @@ class Rank:
             FakeModel(version.number, self.freed), self.held, WeightDigests(self.plain, SUMS_LE), 100
         )
 
-    def _install(self, loaded: Loaded, experts_LE: np.ndarray | None) -> Callable[[], None]:
+    def _install(self, loaded: Loaded, digests: WeightDigests | None) -> Callable[[], None]:
         self.installed.append(loaded.model.number)
         return lambda: self.freed.append(-loaded.model.number)
 
@@ -82,6 +82,10 @@ class Rank:
         raise AssertionError("the thread does not end")
 
     @property
+    def plain_sums(self) -> list[str]:
+        return [each.digests.plain for each in self.reports if each.digests is not None]
+
+    @property
     def states(self) -> list[tuple[int, WeightState]]:
         return [(each.number, each.state) for each in self.reports]
 
@@ -97,7 +101,7 @@ def test_a_version_is_posted_once_it_is_loaded_and_ordered_to_serve() -> None:
     rank.rest()
     assert (rank.installed, rank.begun, rank.freed) == ([1], [1], [-1])
     assert rank.states == [(1, WeightState.STAGED), (1, WeightState.SERVING)]
-    assert rank.reports[0].plain == "p" and rank.reports[0].rank == 3 and rank.reports[1].step == 40
+    assert rank.plain_sums[0] == "p" and rank.reports[0].rank == 3 and rank.reports[1].step == 40
     assert rank.updates.number_to_post() == 1 and not rank.updates.has_news
     rank.serve(1)
     assert rank.states[2:] == [(1, WeightState.SERVING)], "a repeated order is confirmed"
@@ -174,12 +178,12 @@ def test_weights_that_differ_from_those_of_other_ranks_do_not_serve(
     plain: str, experts: list[list[int]], named: str
 ) -> None:
     rank = Rank()
-    rank.order(WeightAction.SERVE, 1, plain=plain, experts_LE=np.array(experts, np.uint64))
+    rank.order(WeightAction.SERVE, 1, digests=WeightDigests(plain, np.array(experts, np.uint64)))
     rank.rest()
     assert rank.states == [(1, WeightState.REFUSED)] and named in rank.reports[0].reason
     assert rank.freed == [1] and rank.updates.number_to_post() == 0
     same = Rank()
-    same.order(WeightAction.SERVE, 1, plain="p", experts_LE=np.array([[7, 8]], np.uint64))
+    same.order(WeightAction.SERVE, 1, digests=WeightDigests("p", np.array([[7, 8]], np.uint64)))
     same.rest()
     assert same.states == [(1, WeightState.STAGED)]
 
@@ -206,7 +210,7 @@ def test_the_serving_weights_are_checked_on_request() -> None:
     rank = Rank()
     rank.order(WeightAction.CHECK, 0)
     rank.rest()
-    assert rank.states == [(0, WeightState.CHECKED)] and rank.reports[0].plain == "now"
+    assert rank.states == [(0, WeightState.CHECKED)] and rank.plain_sums == ["now"]
 
 
 def test_another_label_of_the_serving_version_drops_nothing() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scheduler.weights.versions import WeightAction, WeightOrder, WeightReport, WeightState
+from scheduler.weights.versions import WeightAction, WeightDigests, WeightOrder, WeightReport, WeightState
 from server.front.errors import ApiError
 from server.front.weights.updates import WeightUpdates
 from server.link.messages import RankFacts
@@ -93,8 +93,8 @@ class Service:
         if state is not None:
             self.updates.take_report(
                 WeightReport(
-                    rank=rank, number=order.version.number, state=state, plain=plain, reason="the reason",
-                    experts_LE=np.array(experts, np.uint64),
+                    rank=rank, number=order.version.number, state=state, reason="the reason",
+                    digests=WeightDigests(plain, np.array(experts, np.uint64)),
                 )
             )  # fmt: skip
 
@@ -121,7 +121,8 @@ def test_ranks_load_and_then_serve(service: Service, tmp_path: Path, label: str)
     assert (stage.action, serve.action) == (WeightAction.STAGE, WeightAction.SERVE)
     assert stage.version.number == serve.version.number == 1 and serve.version.hides_checkpoint
     assert len(serve.version.digest) == 32 and stage.version.digest == ""
-    assert serve.plain == "p" and serve.experts_LE is not None and serve.experts_LE.tolist() == [[5, 6]]
+    assert serve.digests is not None and serve.digests.plain == "p"
+    assert serve.digests.experts_LE.tolist() == [[5, 6]]
     assert service.num_served == 1 and service.updates.number() == 1
     assert service.updates.label_of(1) == service.updates.label_of(None) == label
     info = service.updates.info()
@@ -343,7 +344,7 @@ def test_a_rank_that_attaches_loads_the_serving_version_before_it_joins(
     assert not service.updates.may_join(facts(1))
     [(rank, order)] = service.posted
     assert rank == 1 and order.action is WeightAction.SERVE and order.version == service.updates.serving
-    service.updates.take_report(WeightReport(rank=1, number=1, state=WeightState.STAGED, plain="p"))
+    service.updates.take_report(WeightReport(rank=1, number=1, state=WeightState.STAGED))
     assert service.ready == [1]
     assert not service.updates.lose(1), "it has joined"
 

@@ -30,6 +30,7 @@ from scheduler.policy.request import (
 from scheduler.weights.versions import (
     FileFacts,
     WeightAction,
+    WeightDigests,
     WeightFolder,
     WeightOrder,
     WeightReport,
@@ -135,7 +136,7 @@ TIERS = TierFigures(**numbered(TierFigures) | {"load_s": 0.1 + 1e-17, "is_disk_o
     [
         FACTS,
         replace(FACTS, memory=MemoryOrder(7, has_cache=False)),
-        replace(FACTS, weights=WeightOrder(action=WeightAction.SERVE, version=VERSION, plain="ab")),
+        replace(FACTS, weights=WeightOrder(action=WeightAction.SERVE, version=VERSION)),
         WeightOrder(action=WeightAction.STAGE, version=VERSION),
         WeightReport(rank=1, number=3, state=WeightState.FAILED, reason="why", num_bytes=1 << 40),
         MemoryOrder(8, has_experts=False),
@@ -209,8 +210,10 @@ def test_arrays_keep_type_and_shape() -> None:
     np.testing.assert_array_equal(experts.slot_expert, slots, strict=True)
     assert experts[:5] == (1, 2, 3, (0, 4), 5)
     sums = np.array([[1 << 63, 0]], np.uint64)
-    sent_report = WeightReport(rank=1, number=3, state=WeightState.STAGED, experts_LE=sums)
-    np.testing.assert_array_equal(decode(encode(sent_report)).experts_LE, sums, strict=True)
+    sent_report = WeightReport(rank=1, number=3, state=WeightState.STAGED, digests=WeightDigests("ab", sums))
+    digests = decode(encode(sent_report)).digests
+    assert digests.plain == "ab"
+    np.testing.assert_array_equal(digests.experts_LE, sums, strict=True)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from scheduler.weights.versions import WeightAction, WeightOrder, WeightVersion
+from scheduler.weights.versions import WeightAction, WeightDigests, WeightOrder, WeightReport, WeightVersion
 from server.front.weights.files import read_folder
 from tests.support.models.families import write_checkpoint
 
@@ -65,3 +65,9 @@ def stage(one: WeightVersion) -> WeightOrder:
 def serve_version(one: WeightVersion) -> WeightOrder:
     """Return the order to serve a version."""
     return WeightOrder(action=WeightAction.SERVE, version=one)
+
+
+def digests_of(report: WeightReport) -> WeightDigests:
+    """Return the check sums of a report on weights that were loaded or checked."""
+    assert report.digests is not None, report
+    return report.digests

@@ -27,7 +27,7 @@ from scheduler.policy.request import (
     Request,
     RequestOutput,
 )
-from scheduler.weights.versions import WeightAction, WeightOrder, WeightReport, WeightState
+from scheduler.weights.versions import WeightAction, WeightDigests, WeightOrder, WeightReport, WeightState
 from server.link.messages import Abort, PlacementUpdate, Regrouped, Stop, Submit, ToRank
 from server.link.rank_link import FrontLost
 
@@ -157,8 +157,8 @@ class FakeRank(PacedRank):
         self.weights = number if state is WeightState.SERVING else self.weights
         self.link.send(
             WeightReport(
-                rank=self.rank, number=number, state=state, reason=self.refuses_weights, plain="plain",
-                experts_LE=np.ones((1, 1), np.uint64),
+                rank=self.rank, number=number, state=state, reason=self.refuses_weights,
+                digests=WeightDigests("plain", np.ones((1, 1), np.uint64)),
             )
         )  # fmt: skip
 
