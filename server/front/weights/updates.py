@@ -38,6 +38,7 @@ from server.front.weights.sums import digest_of, merge
 from server.link.messages import RankFacts, ToRank
 
 _POLL_S = 0.02  # while a call waits
+_LOADING = "new weights are being loaded"
 _STATUS = {WeightState.REFUSED: 400, WeightState.NO_ROOM: 507, WeightState.FAILED: 500}
 
 
@@ -105,7 +106,8 @@ class WeightUpdates:
         self._update: Sources | None = None
         self._num_updates = 0
         self._uploads: list[Path] = []  # of this front's updates, as far as they still serve
-        self._is_busy = False  # ranks load, check or switch
+        self._is_finishing = False  # ranks load or switch
+        self._is_checking = False
         self._reports: dict[int, WeightReport] = {}  # by rank, on the newest version
         self._served: dict[int, int] = {}  # by rank: the version that it serves
         self._waiting: set[int] = set()  # attached ranks that load the serving version before they join
@@ -129,9 +131,15 @@ class WeightUpdates:
         """Return the label of a version, by default of the serving one; "" if it has none."""
         return self._labels.get(self.serving.number if number is None else number, "")
 
+    def why_busy(self) -> str | None:
+        """Return what all ranks do with weights now, or None if they do nothing."""
+        if self._is_checking:
+            return "the weights are being checked"
+        return _LOADING if self._is_finishing else None
+
     def why_no_moves(self) -> str | None:
         """Return why experts must not move now, or None if they may."""
-        return "new weights are being loaded" if self._is_busy or not self._are_served() else None
+        return self.why_busy() or (None if self._are_served() else _LOADING)
 
     def begin(self, label: str = "", *, is_partial: bool = False) -> None:
         """Begin an update.
@@ -198,10 +206,10 @@ class WeightUpdates:
             raise bad_request(
                 "The update has no tensors: send POST /update_weights before POST /finish_weight_update."
             )
-        if self._is_busy:
-            raise ApiError(409, "The update is being finished by another call.")
+        if (reason := self.why_busy()) is not None:
+            raise ApiError(409, f"The update cannot be finished now: {reason}.")
         until_s = self._clock() + timeout_s
-        self._is_busy = True
+        self._is_finishing = True
         try:
             version = update.version(self.serving, self._names, label)
             begun_s = self._clock()
@@ -216,7 +224,7 @@ class WeightUpdates:
             )
             return self.serving
         finally:
-            self._is_busy, self._update = False, None
+            self._is_finishing, self._update = False, None
             uploads, self._uploads = [*self._uploads, update.uploads], []
             kept = [Path(folder.path) for folder in self.serving.folders]
             self._uploads += await asyncio.to_thread(remove_unused, uploads, kept)
@@ -227,7 +235,7 @@ class WeightUpdates:
         Raises:
             ApiError: It is being finished.
         """
-        if self._is_busy:
+        if self._is_finishing:
             raise ApiError(409, "The update is being finished, so it cannot be dropped any more.")
         update, self._update = self._update, None
         if update is not None:
@@ -252,10 +260,10 @@ class WeightUpdates:
             ApiError: The service cannot do it now, or the time is up.
         """
         self._check()
-        if self._is_busy:
-            raise ApiError(409, "A weight update is being finished. Try again when it has ended.")
+        if (reason := self.why_busy()) is not None:
+            raise ApiError(409, f"The weights cannot be checked now: {reason}. Try again later.")
         until_s = self._clock() + timeout_s
-        self._is_busy = True
+        self._is_checking = True
         try:
             epochs, members = await self._calm(until_s, timeout_s)
             self._reports.clear()
@@ -269,7 +277,7 @@ class WeightUpdates:
                 raise self._silent(members, timeout_s)
             return self._compared(members)
         finally:
-            self._is_busy = False
+            self._is_checking = False
 
     def info(self) -> dict[str, Any]:
         """Return the serving version as JSON."""
@@ -277,7 +285,7 @@ class WeightUpdates:
         loading_s, switching_s = self._last_s or (None, None)
         state = None
         if self._update is not None:
-            state = "finishing" if self._is_busy else "open"
+            state = "finishing" if self._is_finishing else "open"
         return {
             "weight_version": self.label_of() or "default",
             "number": version.number,
@@ -359,7 +367,7 @@ class WeightUpdates:
         return self._update
 
     def _take(self, update: Sources, found: FoundWeights) -> FoundWeights:
-        if self._update is not update or self._is_busy:
+        if self._update is not update or self._is_finishing:
             raise ApiError(409, "The update ended while its tensors were read.")
         update.found.append(found)
         return found

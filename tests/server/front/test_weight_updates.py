@@ -386,6 +386,30 @@ def test_check_sums_are_compared_with_what_was_loaded(service: Service, tmp_path
     assert "different weights outside the experts" in asyncio.run(check())["message"]
 
 
+def test_an_update_stays_open_during_a_check(tmp_path: Path) -> None:
+    async def test() -> None:
+        service = Service(tmp_path / "uploads", answers=False)
+        updates, folder = service.updates, write_folder(tmp_path / "new", "a")
+        updates.begin()
+        check = asyncio.create_task(updates.check())
+        await asyncio.sleep(0.1)
+        await updates.add_folder(folder)
+        assert (
+            updates.info()["update"] == "open" and updates.why_no_moves() == "the weights are being checked"
+        )
+        for call in (updates.finish(), updates.check()):
+            with pytest.raises(ApiError, match="now: the weights are being checked") as caught:
+                await call
+            assert caught.value.status == 409
+        for rank in (0, 1):
+            service.answer(rank, service.orders[0])
+        assert (await check)["success"] is True
+        service.answers = True
+        assert (await updates.finish()).number == 1
+
+    asyncio.run(test())
+
+
 def test_a_service_that_cannot_change_its_weights_says_so(tmp_path: Path) -> None:
     service = Service(tmp_path)
     updates = WeightUpdates(service, service, folder=tmp_path, why_impossible="no")
