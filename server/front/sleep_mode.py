@@ -80,6 +80,7 @@ class SleepMode:
         *,
         members: Callable[[], Collection[int] | None],
         why_impossible: str | None = None,
+        why_not_now: Callable[[], str | None] = lambda: None,
         on_level: Callable[[int], None] = lambda _level: None,
         events: EventLog | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -89,10 +90,11 @@ class SleepMode:
         Args:
             members: Returns the ranks that serve together, or None while they do not.
             why_impossible: Why this service cannot sleep, or None if it can.
+            why_not_now: Returns why it must not fall asleep now, or None if it may.
             on_level: Called with the level whenever it changes.
         """
         self._requests, self._ranks, self._members = requests, ranks, members
-        self._why_impossible, self._on_level = why_impossible, on_level
+        self._why_impossible, self._why_not_now, self._on_level = why_impossible, why_not_now, on_level
         self._events, self._clock = events or EventLog(), clock
         self._order = MemoryOrder(0)
         self._followed: dict[int, int] = {}  # by rank: the number of the last order that it followed
@@ -129,6 +131,8 @@ class SleepMode:
             ApiError: The service cannot sleep, was woken meanwhile, or the time was up.
         """
         self._check()
+        if (reason := self._why_not_now()) is not None:
+            raise ApiError(409, f"The service cannot sleep now: {reason}. Try again later.")
         if self._members() is None:
             raise errors.not_ready("its ranks do not serve together now")
         until_s = self._clock() + timeout_s

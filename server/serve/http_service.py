@@ -229,6 +229,7 @@ class HttpService:
             ranks,
             members=self._serving_ranks,
             why_impossible=_NO_SLEEP if options.device == "cuda" else None,
+            why_not_now=self.weights.why_busy,
             on_level=metrics.note_sleep,
             events=self.events,
         )

@@ -201,6 +201,7 @@ class WeightUpdates:
                 names another outcome.
         """
         update = self._open()
+        self._check()
         self.check_label(label)
         if not update.found:
             raise bad_request(

@@ -36,7 +36,7 @@ def calm(front: FrontProcess) -> Iterator[None]:
     assert front.post("/resume").json() == {"status": "resumed", "is_paused": False}
     assert front.post("/abort_weight_update").status_code == 200
     for rank in front.ranks:
-        rank.refuses_weights = ""
+        rank.refuses_weights, rank.delays_weights = "", False
 
 
 def update(front: FrontProcess, folder: str, **begin: Any) -> dict[str, Any]:
@@ -140,6 +140,26 @@ def test_a_rank_that_refuses_leaves_the_old_version(front: FrontProcess, folder:
     )
     assert front.get("/weight_info").json() == before
     assert present(front, 0).weight_orders[-1].action is WeightAction.DROP
+
+
+def test_the_service_does_not_fall_asleep_while_ranks_load(front: FrontProcess, folder: str) -> None:
+    ranks = [present(front, rank) for rank in (0, 1)]
+    for rank in ranks:
+        rank.weight_orders.clear()
+        rank.delays_weights = True
+    front.post("/start_weight_update")
+    front.post("/update_weights", json={"path": folder})
+    with ThreadPoolExecutor() as threads:
+        finish = threads.submit(front.post, "/finish_weight_update")
+        for rank in ranks:
+            rank.wait_for(lambda rank: bool(rank.weight_orders))
+        refused = front.post("/sleep?level=2")
+        for rank in ranks:
+            rank.delays_weights = False
+            rank.follow_weights(rank.weight_orders[-1])
+        assert finish.result(TIMEOUT_S).status_code == 200
+    assert refused.status_code == 409 and "new weights are being loaded" in refused.text
+    assert front.get("/is_sleeping").json()["is_sleeping"] is False
 
 
 @pytest.mark.parametrize(

@@ -180,7 +180,11 @@ def test_calls_in_a_wrong_order_are_refused(service: Service, tmp_path: Path) ->
         await updates.abort()
         await updates.abort()
         updates.begin()
+        await updates.add_folder(write_folder(tmp_path / "new", "a"))
         service.why = "it sleeps"
+        with pytest.raises(ApiError, match="cannot change now: it sleeps"):
+            await updates.finish()
+        assert updates.is_open, "it can be finished later"
         await updates.abort()
         with pytest.raises(ApiError, match="cannot change now: it sleeps") as caught:
             updates.begin()

@@ -77,6 +77,7 @@ class FakeRank(PacedRank):
         self.memory_orders: list[MemoryOrder] = []
         self.weight_orders: list[WeightOrder] = []
         self.refuses_weights = ""  # reason to refuse new weights
+        self.delays_weights = False  # follows no order about them before `follow_weights`
         self.weights = 0  # number of the version that it serves
         self.forgotten: list[int] = []  # number of earlier requests, for each order to forget prefixes
         self.wrong_replays: list[Request] = []
@@ -128,7 +129,8 @@ class FakeRank(PacedRank):
                     self._report_weights(message.weights, WeightState.SERVING)
                 self.on_order(message)
             case WeightOrder():
-                self._follow_weights(message)
+                if not self.delays_weights:
+                    self.follow_weights(message)
                 self._note(self.weight_orders, message)
             case ForgetPrefixes():
                 self._note(self.forgotten, len(self.requests))
@@ -141,7 +143,7 @@ class FakeRank(PacedRank):
                 return
         super().receive(message)
 
-    def _follow_weights(self, order: WeightOrder) -> None:
+    def follow_weights(self, order: WeightOrder) -> None:
         """Follow an order about weights at once."""
         number, action = order.version.number, order.action
         if action is WeightAction.STAGE and self.refuses_weights:
