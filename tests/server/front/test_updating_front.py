@@ -212,7 +212,7 @@ def test_a_rank_that_returns_gets_the_serving_version_before_it_joins(
     number = update(front, folder)["number"]
     present(front, 1).kill()
     wait_until(lambda: status(front)["members"] == [0], lambda: "the loss is not seen")
-    assert present(front, 0).orders[-1].weights == number
+    present(front, 0).wait_for(lambda rank: any(order.weights == number for order in rank.orders))
     back = front.attach(1, num_restarts=1)
     wait_until(lambda: status(front)["members"] == [0, 1], lambda: "the rank is not back")
     back.wait_for(lambda rank: bool(rank.orders))
