@@ -25,7 +25,7 @@ from moe.lora.adapter_files import read_adapter
 from scheduler.policy.request import AdapterOrder, AdapterReport
 from server.front.errors import ApiError, bad_request
 from server.front.events import EventLog
-from server.link.messages import ToRank
+from server.front.ordering import RanksToOrder
 
 PATIENCE_S = 1.0
 LOAD_TIMEOUT_S = 600.0  # for all ranks to read an adapter
@@ -95,18 +95,12 @@ class _Check:
     num_bytes: int = 0
 
 
-class RanksToOrder(Protocol):
+class RanksWithAdapters(RanksToOrder, Protocol):
     """Ranks, implemented by `server.link.ranks.Ranks`."""
 
     @property
     def attached(self) -> Mapping[int, Any]:
         """The attached ranks."""
-
-    def post(self, rank: int, message: ToRank) -> None:
-        """Send a message to a rank, unless it is gone."""
-
-    def post_all(self, message: ToRank) -> None:
-        """Send a message to all ranks."""
 
 
 class AdapterUse(NamedTuple):
@@ -125,7 +119,7 @@ class Adapters:
 
     def __init__(
         self,
-        ranks: RanksToOrder,
+        ranks: RanksWithAdapters,
         *,
         num_places: int,
         max_rank: int,

@@ -5,15 +5,14 @@ time, or are taken from their ranks and continue afterwards with the same tokens
 no request. The modes are vLLM's.
 """
 
-import asyncio
 import time
 from collections.abc import Callable
 from typing import Protocol
 
 from server.front.errors import ApiError
+from server.front.ordering import wait_until
 from server.front.sleep_mode import SleepWay
 
-_POLL_S = 0.02  # while a call waits
 _BY = "pause"
 
 
@@ -40,7 +39,7 @@ class Pausing:
         why_impossible: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin unpaused. why_impossible says why this service cannot pause; None if it can."""
+        """Begin unpaused. why_impossible is the reason why this service cannot pause, or None if it can."""
         self._requests, self._why_impossible, self._clock = requests, why_impossible, clock
         self.is_paused = False
         self._num_resumes = 0  # calls
@@ -62,14 +61,14 @@ class Pausing:
         self._requests.pause(by=_BY, withdraws=way is SleepWay.KEEP)
         if way is SleepWay.ABORT:
             self._requests.abort_all(why="it is paused")
-        while self._requests.num_at_ranks and self._num_resumes == num_resumes:
-            if self._clock() >= until_s:
-                count = self._requests.num_at_ranks
-                self.resume()
-                raise ApiError(
-                    504, f"Ranks still have requests after {timeout_s:g} s ({count}), so the service goes on."
-                )
-            await asyncio.sleep(_POLL_S)
+        if not await wait_until(
+            lambda: not self._requests.num_at_ranks or self._num_resumes != num_resumes, until_s, self._clock
+        ):
+            count = self._requests.num_at_ranks
+            self.resume()
+            raise ApiError(
+                504, f"Ranks still have requests after {timeout_s:g} s ({count}), so the service goes on."
+            )
         if self._num_resumes != num_resumes:
             raise ApiError(409, "The service was resumed meanwhile, by POST /resume.")
 

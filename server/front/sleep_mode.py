@@ -8,7 +8,6 @@ A rank that attaches gets the present order, so a returned rank sleeps or wakes 
 order that it got, from which a restarted front continues. Levels, modes and tags are vLLM's.
 """
 
-import asyncio
 import time
 from collections.abc import Callable, Collection
 from enum import Enum
@@ -18,9 +17,8 @@ from scheduler.policy.request import MemoryOrder
 from server.front import errors
 from server.front.errors import ApiError
 from server.front.events import EventLog
-from server.link.messages import ToRank
+from server.front.ordering import RanksToOrder, wait_until
 
-_POLL_S = 0.02  # while a call waits
 KV_CACHE, WEIGHTS = "kv_cache", "weights"
 TAGS = frozenset((KV_CACHE, WEIGHTS))  # parts that may be woken one after the other
 CACHE_LEVEL, EXPERTS_LEVEL = 1, 2  # releases the KV cache; releases experts too
@@ -40,16 +38,6 @@ class SleepState(NamedTuple):
     level: int  # 0: awake, which means that requests are accepted
     is_waking: bool
     seconds: float  # since requests were refused; 0.0 if awake
-
-
-class RanksToOrder(Protocol):
-    """Messages to ranks, implemented by `server.link.ranks.Ranks`."""
-
-    def post(self, rank: int, message: ToRank) -> None:
-        """Send a message to a rank, unless it is gone."""
-
-    def post_all(self, message: ToRank) -> None:
-        """Send a message to all ranks."""
 
 
 class OpenRequests(Protocol):
@@ -145,7 +133,9 @@ class SleepMode:
         elif way is SleepWay.KEEP:
             self._is_keeping = True
             self._requests.pause()
-        if not await self._wait(lambda: self._num_wakes != num_wakes or self._is_unused(), until_s):
+        if not await wait_until(
+            lambda: self._num_wakes != num_wakes or self._is_unused(), until_s, self._clock
+        ):
             num_open = self._requests.num_open
             if self._num_sleeps == num_sleeps and self._order.has_cache:
                 self._asleep = frozenset()
@@ -156,7 +146,9 @@ class SleepMode:
             )
         if self._num_wakes == num_wakes:
             self._command()
-            if not await self._wait(lambda: self._num_wakes != num_wakes or self._is_followed(), until_s):
+            if not await wait_until(
+                lambda: self._num_wakes != num_wakes or self._is_followed(), until_s, self._clock
+            ):
                 raise self._too_slow("released", timeout_s)
         if self._num_wakes != num_wakes:
             raise ApiError(409, "The service was woken up meanwhile, by POST /wake_up.")
@@ -177,8 +169,10 @@ class SleepMode:
         num_sleeps = self._num_sleeps
         self._asleep -= set(tags)
         self._command()
-        is_over = await self._wait(
-            lambda: self._num_sleeps != num_sleeps or self._is_followed(), self._clock() + timeout_s
+        is_over = await wait_until(
+            lambda: self._num_sleeps != num_sleeps or self._is_followed(),
+            self._clock() + timeout_s,
+            self._clock,
         )
         if not is_over:
             raise self._too_slow("brought back", timeout_s)
@@ -247,14 +241,6 @@ class SleepMode:
             self._begun_s = self._clock()
         self._level = level
         self._on_level(level)
-
-    async def _wait(self, is_true: Callable[[], bool], until_s: float) -> bool:
-        """Wait for a condition. Returns False if the time is up."""
-        while not is_true():
-            if self._clock() >= until_s:
-                return False
-            await asyncio.sleep(_POLL_S)
-        return True
 
     def _too_slow(self, done: str, timeout_s: float) -> ApiError:
         behind = sorted(

@@ -32,24 +32,18 @@ from scheduler.weights.versions import (
 from server.front import errors
 from server.front.errors import ApiError, bad_request
 from server.front.events import EventLog
+from server.front.ordering import RanksToOrder, wait_until
 from server.front.weights.files import FoundWeights
 from server.front.weights.sources import Sources, remove_unused
 from server.front.weights.sums import digest_of, merge
-from server.link.messages import RankFacts, ToRank
+from server.link.messages import RankFacts
 
-_POLL_S = 0.02  # while a call waits
 _LOADING = "new weights are being loaded"
 _STATUS = {WeightState.REFUSED: 400, WeightState.NO_ROOM: 507, WeightState.FAILED: 500}
 
 
-class RanksToOrder(Protocol):
+class RanksToUpdate(RanksToOrder, Protocol):
     """Messages to ranks, implemented by `server.link.ranks.Ranks`."""
-
-    def post(self, rank: int, message: ToRank) -> None:
-        """Send a message to a rank, unless it is gone."""
-
-    def post_all(self, message: ToRank) -> None:
-        """Send a message to all ranks."""
 
     def give_up(self, rank: int, reason: str) -> None:
         """Close a rank's stream, so that the rank is lost."""
@@ -73,7 +67,7 @@ class WeightUpdates:
 
     def __init__(
         self,
-        ranks: RanksToOrder,
+        ranks: RanksToUpdate,
         pools: Pools,
         *,
         folder: Path,
@@ -217,7 +211,7 @@ class WeightUpdates:
             version, merged = await self._stage(version, until_s, timeout_s)
             loaded_s = self._clock()
             self._serve(version._replace(digest=digest_of(merged)), merged, update.found)
-            if not await self._wait(self._are_served, until_s):
+            if not await wait_until(self._are_served, until_s, self._clock):
                 raise self._too_slow(timeout_s)
             self._last_s = loaded_s - begun_s, self._clock() - loaded_s
             self._events.note(
@@ -269,7 +263,9 @@ class WeightUpdates:
             epochs, members = await self._calm(until_s, timeout_s)
             self._reports.clear()
             self._ranks.post_all(WeightOrder(action=WeightAction.CHECK, version=self.serving))
-            await self._wait(partial(self._have_answered, self.number(), epochs, members), until_s)
+            await wait_until(
+                partial(self._have_answered, self.number(), epochs, members), until_s, self._clock
+            )
             if self._pools.epochs() != epochs:
                 raise errors.not_ready("ranks were lost or came back during the check")
             if (failed := self._failure(self.number())) is not None:
@@ -387,8 +383,8 @@ class WeightUpdates:
             version = version._replace(number=self._newest)
             self._reports.clear()
             self._ranks.post_all(WeightOrder(action=WeightAction.STAGE, version=version))
-            is_there = await self._wait(
-                partial(self._have_answered, version.number, epochs, members), until_s
+            is_there = await wait_until(
+                partial(self._have_answered, version.number, epochs, members), until_s, self._clock
             )
             has_changed = self._pools.epochs() != epochs
             failure = self._failure(version.number)
@@ -416,7 +412,7 @@ class WeightUpdates:
         def is_calm() -> bool:
             return self._pools.members() is not None and not self._pools.is_moving() and self._are_served()
 
-        if not await self._wait(is_calm, until_s):
+        if not await wait_until(is_calm, until_s, self._clock):
             raise ApiError(
                 504,
                 f"After {timeout_s:g} s the ranks do not serve together, or experts still move. The weights have not changed.",
@@ -463,14 +459,6 @@ class WeightUpdates:
             message = "weights in memory differ from those that were loaded"
             return {"success": False, "message": message, "digest": digest}
         return {"success": True, "message": "all copies are equal", "digest": digest}
-
-    async def _wait(self, is_true: Callable[[], bool], until_s: float) -> bool:
-        """Wait for a condition. Returns False if the time is up."""
-        while not is_true():
-            if self._clock() >= until_s:
-                return False
-            await asyncio.sleep(_POLL_S)
-        return True
 
     def _silent(self, members: Collection[int], timeout_s: float) -> ApiError:
         missing = [str(rank) for rank in sorted(members) if rank not in self._reports]
