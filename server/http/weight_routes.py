@@ -5,8 +5,9 @@ the three at once. Tensors come from a folder on the node of the HTTP endpoint, 
 /resume are not needed around an update: all ranks switch at one step, and open requests continue with the new weights.
 """
 
-import json
 from collections import Counter
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,6 +22,7 @@ from server.front.sleep_mode import SleepWay
 from server.front.weights.files import FoundWeights
 from server.front.weights.group import WeightGroup
 from server.front.weights.updates import WeightUpdates
+from server.http.json_text import parse_json
 from server.http.routes import new_router, validated
 
 PAUSE_S = 300.0  # of one call, by default
@@ -210,7 +212,7 @@ def _add_updates(router: APIRouter, updates: WeightUpdates, group: WeightGroup) 
         if not content:
             raise bad_request('The body is missing: send {"path": FOLDER}, or a safetensors file.')
         if "json" in http.headers.get("content-type", "application/json"):
-            form = validated(UpdateForm.model_validate, _json(content))
+            form = validated(UpdateForm.model_validate, parse_json(content))
             if (form.path is None) == (form.update_info is None):
                 raise bad_request("Give either path or update_info.", "path")
             if form.path is not None:
@@ -260,19 +262,10 @@ def _add_groups(router: APIRouter, updates: WeightUpdates, group: WeightGroup) -
     @router.post("/update_weights_from_distributed", response_model=None)
     async def update_weights_from_distributed(body: SentForm) -> dict[str, Any]:
         """Receive tensors from the trainer's group: for the update that has begun, or as a separate partial update."""
+        receive = partial(_receive, updates, group, body, body.timeout_s)
         if updates.is_open:
-            return {
-                "success": True,
-                "message": "added",
-                **_added(await _receive(updates, group, body, body.timeout_s)),
-            }
-        updates.begin("" if body.weight_version is None else str(body.weight_version), is_partial=True)
-        try:
-            await _receive(updates, group, body, body.timeout_s)
-        except BaseException:
-            await updates.abort()
-            raise
-        await updates.finish()
+            return {"success": True, "message": "added", **_added(await receive())}
+        await _at_once(updates, body.weight_version, receive, is_partial=True)
         return {"success": True, "message": "The weights are updated.", **updates.info()}
 
 
@@ -340,9 +333,7 @@ def _add_sglang(router: APIRouter, updates: WeightUpdates, pausing: Pausing, req
             )
         if body.abort_all_requests:
             requests.abort_all(why="its weights change")
-        await _at_once(
-            updates, body.model_path, "" if body.weight_version is None else str(body.weight_version)
-        )
+        await _at_once(updates, body.weight_version, partial(updates.add_folder, body.model_path))
         return {"success": True, "message": "Succeeded to update model weights.", **updates.info()}
 
     @router.post("/update_weights_from_tensor", response_model=None, include_in_schema=False)
@@ -366,22 +357,21 @@ def _add_sglang(router: APIRouter, updates: WeightUpdates, pausing: Pausing, req
         return {"status": "ok", "message": "Generation continued successfully."}
 
 
-async def _at_once(updates: WeightUpdates, path: str, label: str) -> None:
-    """Begin and finish an update with one folder."""
-    updates.begin(label)
+async def _at_once(
+    updates: WeightUpdates,
+    label: str | int | None,
+    add: Callable[[], Awaitable[FoundWeights]],
+    *,
+    is_partial: bool = False,
+) -> None:
+    """Begin and finish an update with the tensors that `add` adds."""
+    updates.begin("" if label is None else str(label), is_partial=is_partial)
     try:
-        await updates.add_folder(path)
+        await add()
     except BaseException:
         await updates.abort()
         raise
     await updates.finish()
-
-
-def _json(content: bytes) -> Any:
-    try:
-        return json.loads(content)
-    except ValueError as error:
-        raise bad_request(f"The body is not valid JSON: {error}.") from error
 
 
 def _added(found: FoundWeights) -> dict[str, Any]:
