@@ -364,14 +364,14 @@ async def _at_once(
     *,
     is_partial: bool = False,
 ) -> None:
-    """Begin and finish an update with the tensors that `add` adds."""
+    """Begin and finish an update with the tensors that `add` adds. No update stays open if that fails."""
     updates.begin("" if label is None else str(label), is_partial=is_partial)
     try:
         await add()
+        await updates.finish()
     except BaseException:
         await updates.abort()
         raise
-    await updates.finish()
 
 
 def _added(found: FoundWeights) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from scheduler.weights.versions import WeightAction
 from tests.server.front.test_front_recovery import BODIES, ask, present, status
 from tests.server.front.test_sleeping_front import ANSWER, open_streams
 from tests.server.front.test_weight_updates import safetensors, write_folder
+from tests.support.service.fake_rank import FakeRank
 from tests.support.service.front_process import TIMEOUT_S, FrontProcess, operated_front
 from tests.support.service.service_processes import wait_until
 
@@ -47,6 +48,27 @@ def update(front: FrontProcess, folder: str, **begin: Any) -> dict[str, Any]:
     finished = front.post("/finish_weight_update")
     assert finished.status_code == 200, finished.text
     return dict(finished.json())
+
+
+def delay(front: FrontProcess) -> list[FakeRank]:
+    """Let the ranks follow no order about weights before `follow`."""
+    ranks = [present(front, rank) for rank in (0, 1)]
+    for rank in ranks:
+        rank.weight_orders.clear()
+        rank.delays_weights = True
+    return ranks
+
+
+def wait_for_orders(ranks: list[FakeRank]) -> None:
+    for rank in ranks:
+        rank.wait_for(lambda rank: bool(rank.weight_orders))
+
+
+def follow(ranks: list[FakeRank]) -> None:
+    """Follow the last order about weights, and later ones at once."""
+    for rank in ranks:
+        rank.delays_weights = False
+        rank.follow_weights(rank.weight_orders[-1])
 
 
 @pytest.mark.parametrize("kind", ["a stream of choices"])
@@ -130,6 +152,18 @@ def test_sglang_s_call_updates_at_once(front: FrontProcess, folder: str) -> None
     assert front.get("/weight_info").json()["update"] is None
 
 
+def test_sglang_s_call_leaves_no_update_open_if_it_is_refused(front: FrontProcess, folder: str) -> None:
+    ranks = delay(front)
+    with ThreadPoolExecutor() as threads:
+        check = threads.submit(front.post, "/weight_checker")
+        wait_for_orders(ranks)
+        refused = front.post("/update_weights_from_disk", json={"model_path": folder})
+        follow(ranks)
+        assert check.result(TIMEOUT_S).json()["success"] is True
+    assert refused.status_code == 409 and "the weights are being checked" in refused.text
+    assert front.get("/weight_info").json()["update"] is None
+
+
 def test_a_rank_that_refuses_leaves_the_old_version(front: FrontProcess, folder: str) -> None:
     before = front.get("/weight_info").json()
     present(front, 1).refuses_weights = "missing: lm_head.weight"
@@ -143,20 +177,14 @@ def test_a_rank_that_refuses_leaves_the_old_version(front: FrontProcess, folder:
 
 
 def test_the_service_does_not_fall_asleep_while_ranks_load(front: FrontProcess, folder: str) -> None:
-    ranks = [present(front, rank) for rank in (0, 1)]
-    for rank in ranks:
-        rank.weight_orders.clear()
-        rank.delays_weights = True
+    ranks = delay(front)
     front.post("/start_weight_update")
     front.post("/update_weights", json={"path": folder})
     with ThreadPoolExecutor() as threads:
         finish = threads.submit(front.post, "/finish_weight_update")
-        for rank in ranks:
-            rank.wait_for(lambda rank: bool(rank.weight_orders))
+        wait_for_orders(ranks)
         refused = front.post("/sleep?level=2")
-        for rank in ranks:
-            rank.delays_weights = False
-            rank.follow_weights(rank.weight_orders[-1])
+        follow(ranks)
         assert finish.result(TIMEOUT_S).status_code == 200
     assert refused.status_code == 409 and "new weights are being loaded" in refused.text
     assert front.get("/is_sleeping").json()["is_sleeping"] is False
