@@ -14,7 +14,7 @@ from tests.server.test_faults import kill
 from tests.server.test_kv_tiers import PROMPTS, ask
 from tests.server.test_moves_between_ranks import metric, wait_until_nothing_is_open
 from tests.support.requests.timed_streams import stream_all
-from tests.support.service.real_service import START_S, RealService
+from tests.support.service.real_service import RealService
 from tests.support.service.service_processes import has_ended, wait_until
 
 pytestmark = pytest.mark.slow
@@ -41,20 +41,9 @@ def expected(service: RealService) -> list[tuple[object, ...]]:
 def whole(service: RealService) -> Iterator[None]:
     """After a test, wake the service, and wait until both ranks serve."""
     yield
-    wait_until_whole(service)
+    service.wait_whole()
     call(service, "/wake_up")
     wait_until_nothing_is_open(service)
-
-
-def wait_until_whole(service: RealService) -> None:
-    def is_whole() -> bool:
-        try:
-            now = service.status()
-        except httpx.TransportError:  # the front is away
-            return False
-        return (now["phase"], now["members"]) == ("serving", [0, 1])
-
-    wait_until(is_whole, service.output, within_s=START_S)
 
 
 def call(service: RealService, path: str, **query: Any) -> dict[str, Any]:
@@ -164,7 +153,7 @@ def test_processes_that_die_and_return_while_asleep_wake_with_the_others(
     first = [ask(service, prompt)[0] for prompt in PROMPTS]
     sleep(service, level)
     kill_some(service)
-    wait_until_whole(service)
+    service.wait_whole()
     assert service.get("/is_sleeping").json() == {"is_sleeping": True, "level": level, "is_waking": False}
     sleep(service, level)  # waits until the ranks that returned sleep too
     wake(service)

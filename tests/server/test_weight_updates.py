@@ -16,7 +16,7 @@ from tests.server.test_moves_between_ranks import wait_until_nothing_is_open
 from tests.support.engines.versions import some_names, tensors_of, write_merged, write_tensors
 from tests.support.models.families import write_checkpoint
 from tests.support.requests.timed_streams import stream_all
-from tests.support.service.real_service import START_S, RealService, write_tiny_model
+from tests.support.service.real_service import RealService, write_tiny_model
 from tests.support.service.service_processes import has_ended, wait_until
 
 pytestmark = pytest.mark.slow
@@ -77,19 +77,8 @@ def service(models: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Ite
 @pytest.fixture(autouse=True)
 def whole(service: RealService) -> Iterator[None]:
     yield
-    wait_until_whole(service)
+    service.wait_whole()
     wait_until_nothing_is_open(service)
-
-
-def wait_until_whole(service: RealService) -> None:
-    def is_whole() -> bool:
-        try:
-            now = service.status()
-        except httpx.TransportError:  # the front is away
-            return False
-        return (now["phase"], now["members"]) == ("serving", [0, 1])
-
-    wait_until(is_whole, service.output, within_s=START_S)
 
 
 def said(service: RealService) -> list[tuple[object, ...]]:
@@ -183,7 +172,7 @@ def test_a_lost_rank_returns_with_the_newest_weights(
     kill(service, rank)
     wait_until(lambda: service.status()["members"] == [1 - rank], service.output)
     assert said(service) == expected(models[2])
-    wait_until_whole(service)
+    service.wait_whole()
     assert said(service) == expected(models[2])
     assert call(service, "/weight_checker")["success"] is True
 
@@ -197,7 +186,7 @@ def test_a_rank_that_is_lost_while_ranks_load_delays_the_update(
     update(service, models[1])
     killer.join()
     assert said(service) == expected(models[1])
-    wait_until_whole(service)
+    service.wait_whole()
     assert said(service) == expected(models[1])
 
 
@@ -208,13 +197,13 @@ def test_a_killed_front_learns_the_version_from_the_ranks(
     front = service.find("front")
     os.kill(front, signal.SIGKILL)
     assert has_ended(front, CALL_S)
-    wait_until_whole(service)
+    service.wait_whole()
     info = service.get("/weight_info").json()
     assert (info["number"], info["weight_version"]) == (number, "before the loss")
     assert said(service) == expected(models[2])
     kill(service, 1)
     wait_until(lambda: service.status()["members"] == [0], service.output)
-    wait_until_whole(service)
+    service.wait_whole()
     assert said(service) == expected(models[2])
     assert update(service, models[1])["number"] > number
     assert said(service) == expected(models[1])

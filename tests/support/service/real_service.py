@@ -77,6 +77,18 @@ class RealService:
         """Return which ranks serve, and the losses so far."""
         return dict(self.get("/v1/fault_tolerance/status").json())
 
+    def wait_whole(self, num_ranks: int = 2) -> None:
+        """Wait until all ranks serve together."""
+
+        def is_whole() -> bool:
+            try:
+                now = self.status()
+            except httpx.TransportError:  # the front is away
+                return False
+            return (now["phase"], now["members"]) == ("serving", list(range(num_ranks)))
+
+        wait_until(is_whole, self.output, within_s=START_S)
+
     def check_runs(self) -> None:
         """Fail if a command has ended."""
         ended = [process.returncode for process in self.processes if process.poll() is not None]
