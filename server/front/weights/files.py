@@ -50,7 +50,9 @@ def read_folder(path: str, model_type: str = "") -> FoundWeights:
         for file in paths:
             header = _header_of(file)
             names |= header.keys()
-            num_bytes += sum(_size(file, name, entry) for name, entry in header.items())
+            for name, entry in header.items():
+                begin, end = _offsets(str(file), name, entry)
+                num_bytes += end - begin
             found = file.stat()
             facts.append(FileFacts(file.name, found.st_size, found.st_mtime_ns))
     except OSError as error:
@@ -58,17 +60,14 @@ def read_folder(path: str, model_type: str = "") -> FoundWeights:
     return FoundWeights(WeightFolder(str(folder), tuple(facts)), frozenset(names), num_bytes)
 
 
-def names_in(content: bytes) -> frozenset[str]:
-    """Return the names of the tensors in a safetensors file that a client sent.
+def check_upload(content: bytes) -> None:
+    """Check that a client has sent a whole safetensors file.
 
     Raises:
         WeightFilesError: It is not such a file, or its end is missing.
     """
-    header = _parse(content[:8], content[8 : 8 + _length(content[:8])], "the upload")
-    end = 8 + _length(content[:8]) + max((_end(name, entry) for name, entry in header.items()), default=0)
-    if end != len(content):
-        raise WeightFilesError(f"the upload has {len(content)} bytes; its header describes {end}")
-    return frozenset(header)
+    start = content[:8]
+    _parse(start, content[8 : 8 + _length(start)], len(content), "the upload")
 
 
 def _files(folder: Path) -> Sequence[Path]:
@@ -106,18 +105,16 @@ def _check_model_type(folder: Path, model_type: str) -> None:
 def _header_of(file: Path) -> Mapping[str, Any]:
     with file.open("rb") as opened:
         start = opened.read(8)
-        header = _parse(start, opened.read(_length(start)), str(file))
-    wanted = 8 + _length(start) + max((_end(name, entry) for name, entry in header.items()), default=0)
-    if (found := file.stat().st_size) != wanted:
-        raise WeightFilesError(f"{file} has {found} bytes; its header describes {wanted}")
-    return header
+        text = opened.read(_length(start))
+    return _parse(start, text, file.stat().st_size, str(file))
 
 
 def _length(start: bytes) -> int:
     return min(int.from_bytes(start, "little"), _MOST_HEADER_BYTES)
 
 
-def _parse(start: bytes, text: bytes, shown: str) -> Mapping[str, Any]:
+def _parse(start: bytes, text: bytes, num_bytes: int, shown: str) -> Mapping[str, Any]:
+    """Return the entries of a header. `num_bytes`: size of the file, which must be that of its tensors."""
     try:
         header = json.loads(text)
         if len(start) < 8 or not isinstance(header, dict):
@@ -125,19 +122,17 @@ def _parse(start: bytes, text: bytes, shown: str) -> Mapping[str, Any]:
     except ValueError as error:
         raise WeightFilesError(f"{shown} is not a safetensors file: {error}") from error
     header.pop(_NO_TENSOR, None)
+    ends = (_offsets(shown, name, entry)[1] for name, entry in header.items())
+    wanted = 8 + _length(start) + max(ends, default=0)
+    if num_bytes != wanted:
+        raise WeightFilesError(f"{shown} has {num_bytes} bytes; its header describes {wanted}")
     return header
 
 
-def _end(name: str, entry: Any) -> int:
-    try:
-        return int(entry["data_offsets"][1])
-    except (TypeError, LookupError, ValueError) as error:
-        raise WeightFilesError(f"the header's entry of {name} has no data_offsets") from error
-
-
-def _size(file: Path, name: str, entry: Any) -> int:
+def _offsets(shown: str, name: str, entry: Any) -> tuple[int, int]:
+    """Return where a tensor begins and ends."""
     try:
         begin, end = entry["data_offsets"]
-        return int(end) - int(begin)
+        return int(begin), int(end)
     except (TypeError, LookupError, ValueError) as error:
-        raise WeightFilesError(f"{file}: the header's entry of {name} has no data_offsets") from error
+        raise WeightFilesError(f"{shown}: the header's entry of {name} has no data_offsets") from error

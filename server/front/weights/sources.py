@@ -8,7 +8,7 @@ from pathlib import Path
 
 from scheduler.weights.versions import WeightFolder, WeightVersion
 from server.front.errors import ApiError, bad_request
-from server.front.weights.files import FoundWeights, WeightFilesError, names_in, read_folder
+from server.front.weights.files import FoundWeights, WeightFilesError, check_upload, read_folder
 
 
 class Sources:
@@ -46,7 +46,7 @@ class Sources:
         folder = self._new_folder()
 
         def store() -> FoundWeights:
-            names_in(content)
+            check_upload(content)
             folder.mkdir(mode=0o700, parents=True)
             (folder / "model.safetensors").write_bytes(content)
             return read_folder(str(folder))
