@@ -119,7 +119,7 @@ def _parse(start: bytes, text: bytes, num_bytes: int, shown: str) -> Mapping[str
         header = json.loads(text)
         if len(start) < 8 or not isinstance(header, dict):
             raise ValueError("no header")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise WeightFilesError(f"{shown} is not a safetensors file: {error}") from error
     header.pop(_NO_TENSOR, None)
     ends = (_offsets(shown, name, entry)[1] for name, entry in header.items())

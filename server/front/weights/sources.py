@@ -61,10 +61,17 @@ class Sources:
             ) from error
 
     async def received(self, receive: Callable[[Path], Awaitable[None]]) -> FoundWeights:
-        """Read the headers of a new folder that `receive` writes."""
+        """Read the headers of a new folder that `receive` writes.
+
+        Raises:
+            ApiError: The tensors did not come, or cannot be used, such as one of a forbidden name.
+        """
         folder = self._new_folder()
         await receive(folder)
-        return await asyncio.to_thread(read_folder, str(folder))
+        try:
+            return await asyncio.to_thread(read_folder, str(folder))
+        except WeightFilesError as error:
+            raise bad_request(f"{error}.") from error
 
     def version(
         self, serving: WeightVersion, names: Mapping[WeightFolder, frozenset[str]], label: str

@@ -231,6 +231,21 @@ def test_bad_folders_are_named(service: Service, tmp_path: Path) -> None:
     assert service.orders == []
 
 
+def test_bad_tensors_are_refused_however_they_come(service: Service) -> None:
+    deep = b"[" * 100_000
+    nested = len(deep).to_bytes(8, "little") + deep
+
+    async def receive(folder: Path) -> None:
+        folder.mkdir(parents=True)
+        (folder / "part-0.safetensors").write_bytes(nested)
+
+    service.updates.begin()
+    for added in (service.updates.add_upload(nested), service.updates.add_received(receive)):
+        with pytest.raises(ApiError, match="is not a safetensors file") as caught:
+            asyncio.run(added)
+        assert caught.value.status == 400
+
+
 def test_partial_updates_are_stacked_and_hidden_folders_are_left_out(
     service: Service, tmp_path: Path
 ) -> None:
