@@ -265,12 +265,16 @@ class Model:
     def exchange(self, other: "Model") -> None:
         """Exchange weights, and all that was built from them, with another model of the same ranks. Local, while no step runs.
 
-        Everything that has a reference to this model then runs the other's weights. Counters, dispatchers and threads stay.
+        Everything that has a reference to this model then runs the other's weights. Counters, dispatchers, threads and adapters
+        stay.
         """
         other.placement, other._rank, other.load_counts = self.placement, self._rank, self.load_counts
         for ours, theirs in zip(self.layers, other.layers, strict=True):
             theirs.dispatcher, theirs.choice, theirs.counts = ours.dispatcher, ours.choice, ours.counts
         self.step.team, other.step.team = other.step.team, self.step.team
+        if self.adapters is not None and other.adapters is not None:
+            self.adapters.move_to(other.adapters)
+            self.adapters, other.adapters = other.adapters, self.adapters  # the exchange below returns it
         self.__dict__, other.__dict__ = other.__dict__, self.__dict__
 
     def dismantle(self) -> None:

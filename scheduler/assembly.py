@@ -248,7 +248,6 @@ def _prepare(config: EngineConfig, memory: DeviceMemory | None, *, is_joining: b
     drafter = _make_drafter(config, skeleton, length, made)
     scheduler = _make_scheduler(config, skeleton, length, size, drafter)
     step = _make_step(config, length, backend)
-    step.num_adapters = config.num_adapters
     return _Prepared(backend, skeleton, length, memory, measurement, size, made, drafter, scheduler, step)
 
 
@@ -363,7 +362,7 @@ def _make_drafter(
 
 
 def _make_step(config: EngineConfig, max_model_len: int, backend: Backend) -> Step:
-    return backend.make_step(
+    step = backend.make_step(
         max_tokens=config.max_num_batched_tokens,
         max_sequences=config.max_decode_tokens,  # on a GPU every draft counts as a sequence
         max_blocks=-(-max_model_len // BLOCK_TOKENS),
@@ -371,6 +370,8 @@ def _make_step(config: EngineConfig, max_model_len: int, backend: Backend) -> St
         threads=config.threads,
         num_ranks=config.world_size,
     )
+    step.num_adapters = config.num_adapters
+    return step
 
 
 class _Start(NamedTuple):

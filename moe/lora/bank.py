@@ -10,7 +10,7 @@ Loaded adapters without a place stay in memory up to a limit; the least recently
 If an adapter's file can no longer be read when its experts change, rows that use it give NaN and the front ends their requests: the
 other requests, and the ranks, go on.
 
-`load` and `arrive` may run on any thread, next to steps. `place`, `spoil` and `hold` change what steps read: only while none runs.
+`load` and `arrive` may run on any thread, next to steps. `place`, `spoil`, `hold` and `move_to` change what steps read: only while none runs.
 """
 
 import threading
@@ -126,17 +126,7 @@ class AdapterBank:
             held = [list(row) for row in self._held]
         if adapter is not None:
             self._read(adapter, held)
-        for path, weight in self._weights.items():
-            _table(weight.adapters).put(place, None if adapter is None else adapter.linears.get(path))
-        for path, module in self._absorbed.items():
-            module.absorbed_adapters.put(place, None if adapter is None else adapter.linears.get(path))
-        for path, weight in self._embeddings.items():
-            _table(weight.embedded_adapters).put(
-                place, None if adapter is None else adapter.embeddings.get(path)
-            )
-        for (path, layer), row in zip(self._layers, held, strict=True):
-            for slot, expert in enumerate(row):
-                self._put(layer, path, place, slot, expert, adapter)
+        self._put_everywhere(place, adapter, held)
         with self._lock:
             self._spoiled.discard(place)
             if adapter is None:
@@ -199,7 +189,6 @@ class AdapterBank:
         failed = self._unreadable(held)
         with self._lock:
             before, self._held = self._held, [list(row) for row in held]
-            digests = {place: adapter.digest for place, adapter in self._places.items()}
             placed = {place: adapter for place, adapter in self._places.items() if place not in dict(failed)}
             spoiled = set(self._spoiled)
         for (path, layer), old, new in zip(self._layers, before, held, strict=True):
@@ -210,9 +199,50 @@ class AdapterBank:
                 if is_resized or old[slot] != expert:
                     for place, adapter in placed.items():
                         self._put(layer, path, place, slot, expert, adapter)
+        self._report_unreadable(failed)
+
+    def _report_unreadable(self, failed: Sequence[tuple[int, str]]) -> None:
+        """Spoil the places, and report why."""
         for place, reason in failed:
+            with self._lock:
+                digest = self._places[place].digest
             self.spoil(place)
-            self.on_spoiled(place, digests[place], reason)
+            self.on_spoiled(place, digest, reason)
+
+    def move_to(self, other: "AdapterBank") -> None:
+        """Serve another model of this rank, and put the adapters at the same places there. While no step runs.
+
+        Args:
+            other: The bank of that model, in which no adapter has a place. It must not be used afterwards.
+        """
+        failed = self._unreadable(other._held)
+        with self._lock:
+            self._weights, self._embeddings, self._absorbed = (
+                other._weights,
+                other._embeddings,
+                other._absorbed,
+            )
+            self._layers, self.targets, self._held = other._layers, other.targets, other._held
+            placed, spoiled, held = dict(self._places), set(self._spoiled), [list(row) for row in self._held]
+        for place, adapter in placed.items():
+            if place not in dict(failed):
+                self._put_everywhere(place, adapter, held)
+        for place in spoiled:
+            self.spoil(place)
+        self._report_unreadable(failed)
+
+    def _put_everywhere(self, place: int, adapter: LoadedAdapter | None, held: Held) -> None:
+        for path, weight in self._weights.items():
+            _table(weight.adapters).put(place, None if adapter is None else adapter.linears.get(path))
+        for path, module in self._absorbed.items():
+            module.absorbed_adapters.put(place, None if adapter is None else adapter.linears.get(path))
+        for path, weight in self._embeddings.items():
+            _table(weight.embedded_adapters).put(
+                place, None if adapter is None else adapter.embeddings.get(path)
+            )
+        for (path, layer), row in zip(self._layers, held, strict=True):
+            for slot, expert in enumerate(row):
+                self._put(layer, path, place, slot, expert, adapter)
 
     def _put(
         self, layer: Any, path: str, place: int, slot: int, expert: int, adapter: LoadedAdapter | None

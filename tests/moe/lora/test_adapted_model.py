@@ -17,6 +17,7 @@ from scheduler.assembly import Assembled
 from scheduler.policy.config import ConfigError
 from tests.conftest import PoolOf
 from tests.support.engines.serving import build, own_share, request, serve, teacher_forced
+from tests.support.engines.versions import version, write_other
 from tests.support.models.adapters import FUSED, SINGLE, STACKED, DrawnAdapter, merged, write_adapter
 from tests.support.models.families import VOCABULARY, write_checkpoint
 from tests.support.placement.placements import random_placement
@@ -208,6 +209,26 @@ def test_experts_that_change_their_slots_keep_their_adapters(tmp_path: Path) -> 
     model.serve(after, 0, dispatcher)
     for found, same in zip(teacher_forced(built, sequences(), places), wanted, strict=True):
         assert np.array_equal(found, same)
+
+
+def test_adapters_stay_at_their_places_when_the_base_weights_change(tmp_path: Path) -> None:
+    case = make_case("qwen3_moe", tmp_path)
+    other = write_other("qwen3_moe", tmp_path / "other")
+    settings: dict[str, Any] = {"max_model_len": 128, "enable_lora": True, "max_loras": 3}
+    fresh, built = build(other, **settings), build(case.directory, **settings)
+    for each in (fresh, built):
+        place_all(each, case.paths)
+    places = [place_of(index, 2) for index in range(len(LENGTHS))]
+    old, wanted = (teacher_forced(each, sequences(), places) for each in (built, fresh))
+    bank, parts = built.model.adapters, built.engine.weights._parts
+    assert bank is not None and parts is not None
+    parts.install(parts.load(version(1, other), lambda: None), None)()
+    for found, same, before in zip(teacher_forced(built, sequences(), places), wanted, old, strict=True):
+        assert np.array_equal(found, same) and not np.array_equal(found, before)
+    assert built.model.adapters is bank, "the bank that follows orders is the model's"
+    bank.place(0, None)
+    plain = teacher_forced(fresh, sequences()[1:2], [-1])
+    assert np.array_equal(teacher_forced(built, sequences()[1:2], [0])[0], plain[0])
 
 
 def test_an_emptied_place_adds_nothing(tmp_path: Path) -> None:
