@@ -65,7 +65,8 @@ class _Content:
     directory: str
     num_bytes: int = 0  # on the rank with the most
     place: "_Place | None" = None
-    users: set[str] = field(default_factory=set)  # requests at ranks
+    open: set[str] = field(default_factory=set)  # accepted requests, which keep it without a name
+    users: set[str] = field(default_factory=set)  # those at ranks
     waiting_since_s: float | None = None
     last_used_s: float = 0.0
     is_draining: bool = False  # new requests wait, so that its place becomes free
@@ -312,8 +313,8 @@ class Adapters:
             raise bad_request(f"The adapter is not supported: {check.reason}.", "lora_path")
         return check.num_bytes
 
-    def admit(self, digest: str, request_id: str) -> int | None:
-        """Return the place of a request's adapter, or None if the request must wait. A request that has a place keeps it.
+    def accept(self, digest: str, request_id: str) -> None:
+        """Keep an adapter, also without a name, until `release` is called for this request.
 
         Raises:
             ApiError: 404 if the adapter was removed meanwhile.
@@ -321,6 +322,11 @@ class Adapters:
         content = self._contents.get(digest)
         if content is None:
             raise ApiError(404, "The adapter was unloaded.", param="model")
+        content.open.add(request_id)
+
+    def admit(self, digest: str, request_id: str) -> int | None:
+        """Return the place of an accepted request's adapter, or None if it must wait. A request that has a place keeps it."""
+        content = self._contents[digest]
         place, is_known = content.place, request_id in content.users
         if place is not None and place.phase is Phase.RESIDENT and (is_known or not content.is_draining):
             content.num_requests += not is_known
@@ -334,15 +340,16 @@ class Adapters:
 
     def release(self, digest: str, request_id: str) -> None:
         """Note that a request has ended."""
-        content = self._contents.get(digest)
-        if content is not None and request_id in content.users:
+        content = self._contents[digest]
+        content.open.discard(request_id)
+        if request_id in content.users:
             content.users.discard(request_id)
             content.last_used_s = self._clock()
             if not content.users:
                 if content.is_draining and content.place is not None:
                     self._empty(content.place)
-                self._drop_unnamed(digest)
                 self._schedule_soon()
+        self._drop_unnamed(digest)
 
     def take_report(self, rank: int, report: AdapterReport) -> None:
         """Record a rank's report."""
@@ -500,9 +507,9 @@ class Adapters:
         place.pending = set(self._ranks.attached)
 
     def _drop_unnamed(self, digest: str) -> None:
-        """Forget a content without names, once no request uses it or waits for it."""
+        """Forget a content without names, once no accepted request uses it."""
         content = self._contents.get(digest)
-        if content is None or content.users or content.waiting_since_s is not None:
+        if content is None or content.open:
             return
         if any(named.digest == digest for named in self._names.values()):
             return

@@ -425,6 +425,8 @@ class Requests:
         now_s = time.monotonic()
         deadline_s = now_s + self._timeout_s if self._timeout_s else None
         request = replace(ask.request, arrival_s=now_s, deadline_s=deadline_s, key_id=asker.key_id)
+        if self._adapters is not None and request.adapter:
+            self._adapters.accept(request.adapter, request.request_id)
         self._on_ask(ask)
         self._journal.accept(request, _NO_RANK_YET, now_s=now_s)
         generation = answer.add(replace(ask, request=request), _NO_RANK_YET, self._decoder)

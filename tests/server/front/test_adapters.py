@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from scheduler.policy.request import AdapterOrder, AdapterReport
+from scheduler.policy.request import AdapterOrder, AdapterReport, FinishReason
 from server.front import adapters as adapters_module
 from server.front.adapters import PATIENCE_S, Adapters, NamedAdapter, Phase
 from server.front.errors import ApiError
+from server.front.generations import Asker
 from tests.support.clock import Clock
 from tests.support.models.fake_checkpoint import write_safetensors
+from tests.support.requests.desk import Desk
 
 LAYER = "base_model.model.model.layers.0.self_attn.q_proj"
 
@@ -101,13 +103,18 @@ class Service:
         for _ in range(8):
             await asyncio.sleep(0.001)
 
+    def admit(self, digest: str, request_id: str) -> int | None:
+        """Accept a request, and ask for a place."""
+        self.adapters.accept(digest, request_id)
+        return self.adapters.admit(digest, request_id)
+
     async def admitted(self, digest: str, request_id: str) -> int | None:
         """Ask for a place, and wait for a while."""
-        if (place := self.adapters.admit(digest, request_id)) is None:
+        if (place := self.admit(digest, request_id)) is None:
             self.waiting[request_id] = digest
             await self.settle()
             if request_id not in self.waiting:
-                place = self.adapters.admit(digest, request_id)
+                place = self.admit(digest, request_id)
         return place
 
 
@@ -116,16 +123,16 @@ async def test_a_request_waits_until_every_rank_has_its_adapter(tmp_path: Path) 
     service = Service(tmp_path)
     [digest] = await service.load("a")
     service.ranks.follows = False
-    assert service.adapters.admit(digest, "r") is None
+    assert service.admit(digest, "r") is None
     await service.settle()
     placed = [(rank, order) for rank, order in service.ranks.orders if order.place >= 0]
     assert [(rank, order.place, order.directory) for rank, order in placed] == [
         (rank, 0, str(tmp_path / "a")) for rank in (0, 1)
     ]
     service.ranks.follow(*placed[0])
-    assert service.adapters.admit(digest, "r") is None and not service.resident
+    assert service.admit(digest, "r") is None and not service.resident
     service.ranks.follow(*placed[1])
-    assert service.resident and service.adapters.admit(digest, "r") == 0
+    assert service.resident and service.admit(digest, "r") == 0
     assert [use.phase for use in service.adapters.uses()] == [Phase.RESIDENT]
 
 
@@ -141,7 +148,7 @@ async def test_the_adapter_unused_for_longest_gives_up_its_place(tmp_path: Path)
     assert await service.admitted(c, "3") == 1
     emptied = [order for rank, order in service.ranks.orders if order.place == 1 and not order.directory]
     assert emptied and emptied[0].digest == b
-    assert service.adapters.admit(a, "4") == 0, "the other one has kept its place"
+    assert service.admit(a, "4") == 0, "the other one has kept its place"
 
 
 @in_loop
@@ -151,7 +158,7 @@ async def test_a_place_gets_its_next_adapter_only_after_every_rank_has_emptied_i
     assert await service.admitted(a, "1") == 0
     service.adapters.release(a, "1")
     service.ranks.follows = False
-    assert service.adapters.admit(b, "2") is None
+    assert service.admit(b, "2") is None
     await service.settle()
     emptying = [
         (rank, order) for rank, order in service.ranks.orders if order.place == 0 and not order.directory
@@ -171,11 +178,11 @@ async def test_no_adapter_starves_behind_one_that_is_always_in_use(tmp_path: Pat
     a, b = await service.load("a", "b")
     assert await service.admitted(a, "1") == 0
     assert await service.admitted(b, "2") is None
-    assert service.adapters.admit(a, "3") == 0, "new requests of the resident adapter may begin for a while"
+    assert service.admit(a, "3") == 0, "new requests of the resident adapter may begin for a while"
     service.clock.now_s += PATIENCE_S
     service.adapters._schedule()
-    assert service.adapters.admit(a, "4") is None, "then they wait, behind the other adapter"
-    assert service.adapters.admit(a, "1") == 0, "those that have begun keep their place"
+    assert service.admit(a, "4") is None, "then they wait, behind the other adapter"
+    assert service.admit(a, "1") == 0, "those that have begun keep their place"
     service.adapters.release(a, "1")
     service.adapters.release(a, "3")
     assert await service.admitted(b, "2") == 0
@@ -193,7 +200,7 @@ async def test_many_adapters_rotate_over_eight_places(tmp_path: Path) -> None:
     waiting = list(np.random.default_rng(0).permutation(names))
     served: list[str] = []
     while waiting:
-        begun = [name for name in waiting if service.adapters.admit(name, f"r{name}") is not None]
+        begun = [name for name in waiting if service.admit(name, f"r{name}") is not None]
         for name in begun:
             service.adapters.release(name, f"r{name}")
         served += begun
@@ -215,7 +222,7 @@ async def test_a_pinned_adapter_keeps_its_place_and_one_place_stays_free(tmp_pat
         service.adapters.release(digest, request_id)
         service.clock.now_s += 1
     assert await service.admitted(b, "3") == 1
-    assert service.adapters.admit(pinned.digest, "4") == 0
+    assert service.admit(pinned.digest, "4") == 0
 
 
 @in_loop
@@ -267,11 +274,11 @@ async def test_a_name_that_is_loaded_in_place_gets_another_content(tmp_path: Pat
     assert await service.admitted(old, "1") == 0
     new = await service.adapters.load("a", write(tmp_path / "a", alpha=77), replaces=True)
     assert new.digest != old and service.adapters.find("a") == new
-    assert service.adapters.admit(old, "1") == 0, "a request that has begun keeps its content"
+    assert service.admit(old, "1") == 0, "a request that has begun keeps its content"
     service.adapters.release(old, "1")
     await service.settle()
     with pytest.raises(ApiError, match="was unloaded"):
-        service.adapters.admit(old, "2")
+        service.adapters.accept(old, "2")
 
 
 @in_loop
@@ -280,12 +287,52 @@ async def test_an_unloaded_name_is_gone_and_its_requests_end_as_usual(tmp_path: 
     [digest] = await service.load("a")
     assert await service.admitted(digest, "1") == 0
     service.adapters.unload("a")
-    assert service.adapters.find("a") is None and service.adapters.admit(digest, "1") == 0
+    assert service.adapters.find("a") is None and service.admit(digest, "1") == 0
     service.adapters.release(digest, "1")
     await service.settle()
     assert not service.adapters._contents
     with pytest.raises(ApiError, match="'a' is not loaded"):
         service.adapters.unload("a")
+
+
+@in_loop
+async def test_accepted_choices_that_reach_no_rank_yet_outlive_their_adapter_s_name(tmp_path: Path) -> None:
+    service = Service(tmp_path)
+    await service.load("a", "b")
+    desk = Desk(adapters=service.adapters)
+    a, b = (service.adapters.find(name) for name in "ab")
+    assert a is not None and b is not None
+    desk.requests.leave([0, 1])
+    desk.open("parked", adapter=a.digest)
+    service.adapters.unload("a")
+    for rank in range(2):
+        desk.requests.enter(rank)
+    await service.settle()
+    desk.asker = Asker(most_choices=1)
+    desk.open("first", "held", adapter=b.digest)
+    await service.settle()
+    service.adapters.unload("b")
+    for name in ("parked", "first"):
+        desk.deliver(name, "x", FinishReason.STOP)
+    await service.settle()
+    desk.deliver("held", "x", FinishReason.STOP)
+    await service.settle()
+    assert desk.reasons() == [FinishReason.STOP] * 3 and not service.adapters._contents
+    with pytest.raises(ApiError, match="The adapter was unloaded"):
+        desk.open("late", adapter=b.digest)
+    assert len(desk.reasons()) == 3
+
+
+@in_loop
+async def test_nothing_is_left_of_an_unloaded_adapter_that_a_rank_could_not_load(tmp_path: Path) -> None:
+    service = Service(tmp_path)
+    [digest] = await service.load("a")
+    desk = Desk(adapters=service.adapters)
+    service.ranks.refuses = lambda _rank, order: "its file has changed" if order.directory else ""
+    desk.open("waits", adapter=digest)
+    service.adapters.unload("a")
+    await service.settle()
+    assert desk.reasons() == [FinishReason.ERROR] and not service.adapters._contents
 
 
 @in_loop
@@ -314,7 +361,7 @@ async def test_an_adapter_that_a_rank_loses_is_removed_and_its_requests_fail(tmp
     service.adapters.release(a, "1")
     await service.settle()
     assert service.adapters._places[0].phase is Phase.EMPTY and a not in service.adapters._contents
-    assert service.adapters.admit(b, "2") == 1
+    assert service.admit(b, "2") == 1
 
 
 @in_loop
@@ -329,7 +376,7 @@ async def test_a_lost_rank_is_not_waited_for(tmp_path: Path) -> None:
     del service.ranks.attached[1]
     service.adapters.note_lost(1)
     digest = (await loading).digest
-    assert service.adapters.admit(digest, "1") is None
+    assert service.admit(digest, "1") is None
     await service.settle()
     assert [rank for rank, order in service.ranks.orders if order.place == 0] == [0]
 

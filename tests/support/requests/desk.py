@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 from scheduler.policy.request import (
@@ -12,6 +13,7 @@ from scheduler.policy.request import (
     SamplingParams,
     Withdraw,
 )
+from server.front.adapters import Adapters
 from server.front.admission import Admission
 from server.front.detokenizer import Decoder
 from server.front.generations import NOBODY, Answer, Ask
@@ -72,6 +74,7 @@ class Desk:
         decoder: Decoder | None = None,
         prefill_threshold: int = PREFILL_THRESHOLD,
         shared: Board | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self.ranks, self.journal = StubRanks(), Journal()
         self.router = Router(num_ranks, prefill_threshold=prefill_threshold, shared=shared)
@@ -91,6 +94,7 @@ class Desk:
             why_not_ready=lambda: self.why_not_ready,
             who_asks=lambda: self.asker,
             shared=shared,
+            adapters=adapters,
         )
 
     def open(
@@ -98,14 +102,13 @@ class Desk:
         *names: str,
         params: SamplingParams | None = None,
         prompt_ids: tuple[int, ...] = (65,),
+        adapter: str = "",
         **how: Any,
     ) -> Answer:
         """Accept an answer with one choice per name."""
         params = params or SamplingParams(max_tokens=9)
-        asks = [
-            Ask(request=Request(request_id=name, prompt_ids=prompt_ids, params=params, arrival_s=0.0), **how)
-            for name in names
-        ]
+        asked = Request(request_id="", prompt_ids=prompt_ids, params=params, arrival_s=0.0, adapter=adapter)
+        asks = [Ask(request=replace(asked, request_id=name), **how) for name in names]
         return self.requests.open("answer", asks)
 
     def rank_of(self, name: str) -> int:
