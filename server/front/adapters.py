@@ -146,6 +146,7 @@ class Adapters:
         self._number = 0
         self._timer: asyncio.TimerHandle | None = None  # of the next `_schedule`
         self._why_starting: str | None = None
+        self._coming: dict[str, _Kept] = {}  # names of the start that are not registered yet
         # Called when requests of some adapter may be submitted, and when those of a digest cannot be.
         self.on_resident: Callable[[], None] = lambda: None
         self.on_failed: Callable[[str, ApiError], None] = lambda _digest, _failure: None
@@ -192,22 +193,28 @@ class Adapters:
     async def start(self, modules: Mapping[str, str], is_ready: Callable[[], bool]) -> None:
         """Register the adapters of the start, once the ranks serve, and those of a front that this one replaces.
 
+        Of the latter, adapters that are refused by now are left out.
+
         Raises:
-            ApiError: One cannot be served; the message names it.
+            ApiError: One of the start cannot be served; the message names it.
         """
-        wanted = {**{name: _Kept(name, path) for name, path in modules.items()}, **self._read_kept()}
-        if not wanted:
+        self._coming = {**{name: _Kept(name, path) for name, path in modules.items()}, **self._read_kept()}
+        if not self._coming:
             return
         self._why_starting = "its adapters are being loaded"
         while not is_ready():
             await asyncio.sleep(0.05)
-        for name, kept in wanted.items():
+        for name, kept in list(self._coming.items()):
             try:
                 await self.load(name, kept.directory, is_pinned=kept.is_pinned, owners=tuple(kept.owners))
             except ApiError as error:
-                raise ApiError(
-                    error.status, f"The adapter {name!r} cannot be served: {error.message}"
-                ) from error
+                if name in modules or error.status >= 500:
+                    raise ApiError(
+                        error.status, f"The adapter {name!r} cannot be served: {error.message}"
+                    ) from error
+                self._events.note("adapter_refused", f"the adapter {name} is removed: {error.message}")
+            del self._coming[name]
+        self._keep()
         self._why_starting = None
 
     async def load(
@@ -523,10 +530,13 @@ class Adapters:
 
     def _keep(self) -> None:
         if self._kept is not None:
-            kept = [
-                _Kept(each.name, each.directory, each.is_pinned, each.owners) for each in self._names.values()
-            ]
-            self._kept.write_text(json.dumps(kept))
+            kept = self._coming | {
+                each.name: _Kept(each.name, each.directory, each.is_pinned, each.owners)
+                for each in self._names.values()
+            }
+            partial_path = self._kept.with_suffix(".partial")
+            partial_path.write_text(json.dumps([*kept.values()]))
+            partial_path.replace(self._kept)
 
     def _read_kept(self) -> dict[str, "_Kept"]:
         if self._kept is None or not self._kept.exists():

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import json
+import shutil
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -405,3 +406,31 @@ async def test_a_restarted_front_loads_the_same_names(tmp_path: Path) -> None:
     wrong = Service(tmp_path)
     with pytest.raises(ApiError, match="The adapter 'x' cannot be served"):
         await wrong.adapters.start({"x": str(tmp_path / "missing")}, lambda: True)
+
+
+@in_loop
+async def test_a_restarted_front_leaves_out_an_adapter_that_is_gone(tmp_path: Path) -> None:
+    kept = tmp_path / "kept.json"
+    await Service(tmp_path, kept=kept).load("a", "b", "c")
+    shutil.rmtree(tmp_path / "b")
+    again = Service(tmp_path, kept=kept)
+    await again.adapters.start({"c": str(tmp_path / "c")}, lambda: True)
+    assert again.adapters.names == ("c", "a") and again.adapters.why_not_ready() is None
+    assert sorted(name for name, *_ in json.loads(kept.read_text())) == ["a", "c"]
+
+
+@in_loop
+async def test_a_front_that_ends_while_it_starts_keeps_all_names(tmp_path: Path) -> None:
+    kept = tmp_path / "kept.json"
+    await Service(tmp_path, kept=kept).load("a", "b")
+    again = Service(tmp_path, kept=kept)
+    again.ranks.follows = False
+    starting = asyncio.create_task(again.adapters.start({}, lambda: True))
+    while not again.ranks.orders:
+        await asyncio.sleep(0.001)
+    for rank, order in again.ranks.orders.copy():
+        again.ranks.follow(rank, order)
+    while len(again.ranks.orders) < 4:  # the second is being checked
+        await asyncio.sleep(0.001)
+    starting.cancel()
+    assert [name for name, *_ in json.loads(kept.read_text())] == ["a", "b"]
