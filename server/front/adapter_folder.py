@@ -1,7 +1,7 @@
 """A watched folder of adapters (--lora-dir): its subfolders are loaded under their names, and follow changes of their files.
 
 A subfolder counts once its two files have been unchanged between two looks, so that a copy in progress is not read. A subfolder
-that is refused is reported once, and tried again when its files change. Names that were loaded in another way are left alone.
+that is refused is reported once, and tried again when its files change. Names of adapters in other directories are left alone.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moe.lora.adapter_config import CONFIG_NAME, WEIGHTS_NAME
-from server.front.adapters import Adapters
+from server.front.adapters import Adapters, NamedAdapter
 from server.front.errors import ApiError
 from server.front.events import EventLog
 
@@ -36,7 +36,6 @@ class AdapterFolder:
         self._folder, self._adapters, self._events = folder, adapters, events
         self._seen: dict[str, _Stamps] = {}  # at the last look
         self._settled: dict[str, _Stamps] = {}  # loaded or refused
-        self._loaded: set[str] = set()
 
     async def run(self) -> None:
         """Look forever."""
@@ -48,21 +47,33 @@ class AdapterFolder:
     async def look(self) -> None:
         """Load new and changed subfolders, and unload those that are gone."""
         found = await asyncio.to_thread(self._stamps)
-        for name in sorted(self._loaded - found.keys()):
-            self._loaded.discard(name)
-            self._settled.pop(name, None)
-            if self._adapters.find(name) is not None:
+        for name in sorted(set(self._adapters.names) - found.keys()):
+            if self._loaded(name) is not None:
                 self._adapters.unload(name)
+        self._settled = {name: stamps for name, stamps in self._settled.items() if name in found}
         for name, stamps in found.items():
             is_stable = self._seen.get(name) == stamps
             if is_stable and self._settled.get(name) != stamps:
                 await self._load(name, stamps)
         self._seen = found
 
+    def _loaded(self, name: str) -> NamedAdapter | None:
+        """Return the registered adapter of a subfolder, also if a former front registered it. None if the name is of another one."""
+        named = self._adapters.find(name)
+        return named if named is not None and Path(named.directory) == self._path(name) else None
+
+    def _path(self, name: str) -> Path:
+        return (self._folder / name).absolute()
+
     async def _load(self, name: str, stamps: _Stamps) -> None:
+        present = self._loaded(name)
         try:
-            await self._adapters.load(name, str(self._folder / name), replaces=name in self._loaded)
-            self._loaded.add(name)
+            if present is None:
+                await self._adapters.load(name, str(self._path(name)))
+            else:
+                await self._adapters.load(
+                    name, present.directory, replaces=True, is_pinned=present.is_pinned, owners=present.owners
+                )
         except ApiError as error:
             if error.status >= 500:  # the ranks are away: the next look tries again
                 return

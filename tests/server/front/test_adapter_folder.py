@@ -2,14 +2,15 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 from server.front.adapter_folder import AdapterFolder
 from server.front.events import EventLog
 from tests.server.front.test_adapters import Service, in_loop, write
 
 
-def open_folder(root: Path) -> tuple[Service, AdapterFolder, Path]:
-    service, folder = Service(root), root / "folder"
+def open_folder(root: Path, **how: Any) -> tuple[Service, AdapterFolder, Path]:
+    service, folder = Service(root, **how), root / "folder"
     folder.mkdir()
     return service, AdapterFolder(folder, service.adapters, EventLog()), folder
 
@@ -68,3 +69,27 @@ async def test_a_name_that_was_loaded_in_another_way_is_left_alone(tmp_path: Pat
     await watch.look()
     named = service.adapters.find("a")
     assert named is not None and named.digest == digest
+
+
+@in_loop
+async def test_a_restarted_front_follows_the_subfolders_that_the_former_one_loaded(tmp_path: Path) -> None:
+    kept = tmp_path / "kept.json"
+    service, watch, folder = open_folder(tmp_path, kept=kept)
+    for name in "abc":
+        write(folder / name)
+    for _ in range(2):
+        await watch.look()
+    await service.adapters.load("c", str(folder / "c"), replaces=True, owners=("0f",))
+    again = Service(tmp_path, kept=kept)
+    await again.adapters.start({}, lambda: True)
+    old = again.adapters.find("a")
+    write(folder / "a", alpha=77)
+    shutil.rmtree(folder / "b")
+    events = EventLog()
+    watch = AdapterFolder(folder, again.adapters, events)
+    for _ in range(2):
+        await watch.look()
+    new, owned = again.adapters.find("a"), again.adapters.find("c")
+    assert again.adapters.names == ("a", "c") and not events.to_json()
+    assert old is not None and new is not None and new.digest != old.digest
+    assert owned is not None and owned.owners == ("0f",), "the keys that may use it stay the same"
