@@ -20,7 +20,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
 
 from moe.lora.adapter_config import WEIGHTS_NAME, AdapterConfig, AdapterError, read_config
 
@@ -36,7 +38,6 @@ _LEAVES = {
 }  # fmt: skip
 FUSED_LEAVES = ("gate_up_proj", "up_proj", "down_proj")  # in the order in which modules declare them
 _DTYPES = ("F32", "F16", "BF16")
-_MOST_HEADER_BYTES = 100 << 20  # as the safetensors library allows
 
 
 class Layout(StrEnum):
@@ -140,27 +141,21 @@ def read_adapter(directory: Path, *, max_rank: int | None = None) -> AdapterFile
 def _read_header(path: Path) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a safetensors file's tensors by name."""
     try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > min(_MOST_HEADER_BYTES, path.stat().st_size):
-                raise AdapterError(f"{path} is not a safetensors file")
-            header = json.loads(file.read(length))
+        with safe_open(path, framework="np") as opened:
+            file: Any = opened
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
     except FileNotFoundError:
         raise AdapterError(
             f"{path.parent} has no {path.name}; convert adapter_model.bin with safetensors if there is one"
         ) from None
-    except (OSError, ValueError) as error:
-        raise AdapterError(f"{path} cannot be read: {error}") from error
-    header.pop("__metadata__", None)
-    room = path.stat().st_size - 8 - length
-    for name, entry in header.items():
-        if entry["dtype"] not in _DTYPES:
+    except (OSError, SafetensorError) as error:
+        raise AdapterError(f"{path} is not a complete safetensors file: {error}") from error
+    for name, stored in slices.items():
+        if stored.get_dtype() not in _DTYPES:
             raise AdapterError(
-                f"{path}: {name} is of type {entry['dtype']}; only {', '.join(_DTYPES)} are supported"
+                f"{path}: {name} is of type {stored.get_dtype()}; only {', '.join(_DTYPES)} are supported"
             )
-        if entry["data_offsets"][1] > room:
-            raise AdapterError(f"{path} is cut off: {name} ends behind the file's end")
-    return {name: tuple(entry["shape"]) for name, entry in header.items()}
+    return {name: tuple(stored.get_shape()) for name, stored in slices.items()}
 
 
 class _Sides(NamedTuple):
