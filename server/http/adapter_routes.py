@@ -29,9 +29,8 @@ class LoadForm(BaseModel):
     pinned: bool = False
     is_3d_lora_weight: bool = False  # vLLM's; the layout is read from the file
     base_model_name: str | None = None
-    api_keys: list[str] | None = Field(
-        default=None, fail_fast=True
-    )  # the keys that may use it; None: all may
+    # The keys that may use it. None means all.
+    api_keys: list[str] | None = Field(default=None, fail_fast=True)
 
     @property
     def owners(self) -> tuple[str, ...]:
@@ -54,8 +53,10 @@ def adapter_routes(adapters: Adapters) -> APIRouter:
     async def load(body: LoadForm) -> None:
         if not body.lora_path:
             raise bad_request("lora_path is empty; give the directory of an adapter.", "lora_path")
-        if body.api_keys is not None and not all(body.api_keys):
-            raise bad_request("api_keys has an empty key.", "api_keys")
+        if body.api_keys is not None and not (body.api_keys and all(body.api_keys)):
+            raise bad_request(
+                "api_keys is empty or has an empty key; without api_keys, all keys may use it.", "api_keys"
+            )
         await adapters.load(
             body.lora_name,
             body.lora_path,

@@ -66,6 +66,7 @@ def test_both_programs_endpoints_load_and_unload(tmp_path: Path) -> None:
         ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/none"}, 400, "has no adapter_config.json"),
         ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/none", "rank": 3}, 400, "rank"),
         ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/none", "api_keys": [""]}, 400, "empty key"),
+        ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": "/none", "api_keys": []}, 400, "api_keys is empty"),
         ("/v1/unload_lora_adapter", {"lora_name": "a"}, 404, "'a' is not loaded"),
     ],
 )  # fmt: skip
