@@ -83,6 +83,7 @@ OPERATOR_PATHS = (  # in addition to requests to `_CHANGED` that change somethin
     "/v1/unload_lora_adapter",
     "/load_lora_adapter",
     "/unload_lora_adapter",
+    "/adapters",  # their folders on this machine, and names that only some keys may use
 )
 _CHANGED = ("/experts/", "/pools")
 _MOST_SHOWN_CHARS = 100
