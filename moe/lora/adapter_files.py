@@ -40,7 +40,7 @@ FUSED_LEAVES = ("gate_up_proj", "up_proj", "down_proj")  # in the order in which
 _DTYPES = ("F32", "F16", "BF16")
 
 
-class Layout(StrEnum):
+class FactorLayout(StrEnum):
     """How a product's tensors are stored."""
 
     LINEAR = "linear"  # A [R, K], B [N, R]
@@ -50,7 +50,7 @@ class Layout(StrEnum):
     STACKED = "stacked"
 
 
-class Stored(NamedTuple):
+class FileTensor(NamedTuple):
     """A tensor in the file."""
 
     name: str
@@ -61,11 +61,11 @@ class LowRank(NamedTuple):
     """One low-rank product: `scale * B @ A` is added to a module's weight."""
 
     module: str  # path in the model; of experts, the path of their module
-    layout: Layout
+    layout: FactorLayout
     leaf: str  # of experts: gate, up or down; of fused ones the parameter
     expert: int  # of single experts; -1 otherwise
-    a: Stored
-    b: Stored
+    a: FileTensor
+    b: FileTensor
     rank: int
     scale: float
 
@@ -87,7 +87,7 @@ class AdapterFiles:
     directory: Path
     products: tuple[LowRank, ...]
     base_copies: tuple[
-        Stored, ...
+        FileTensor, ...
     ]  # base weights of adapted embeddings, which PEFT saves next to the adapter
     digest: str  # of all values and scales: equal for adapters with equal content
     num_bytes: int
@@ -105,7 +105,10 @@ class AdapterFiles:
     @property
     def adapts_experts(self) -> bool:
         """Whether any product belongs to routed experts."""
-        return any(each.layout in (Layout.FUSED, Layout.SINGLE, Layout.STACKED) for each in self.products)
+        return any(
+            each.layout in (FactorLayout.FUSED, FactorLayout.SINGLE, FactorLayout.STACKED)
+            for each in self.products
+        )
 
 
 def read_adapter(directory: Path, *, max_rank: int | None = None) -> AdapterFiles:
@@ -161,25 +164,25 @@ def _read_header(path: Path) -> dict[str, tuple[int, ...]]:
 class _Sides(NamedTuple):
     """The two tensors of a product, by the path that their names give."""
 
-    layout: Layout
-    a: Stored
-    b: Stored
+    layout: FactorLayout
+    a: FileTensor
+    b: FileTensor
 
 
-def _pairs_of(stored: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, _Sides], list[Stored]]:
+def _pairs_of(stored: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, _Sides], list[FileTensor]]:
     """Pair the tensors by path."""
-    halves: dict[tuple[str, Layout], dict[str, Stored]] = {}
-    others: list[Stored] = []
+    halves: dict[tuple[str, FactorLayout], dict[str, FileTensor]] = {}
+    others: list[FileTensor] = []
     for full_name, shape in stored.items():
         name = full_name.removeprefix(_PREFIX)
         found = _LINEAR.fullmatch(name)
-        layout = Layout.LINEAR
+        layout = FactorLayout.LINEAR
         if found is None:
-            found, layout = _EMBEDDING.fullmatch(name), Layout.EMBEDDING
+            found, layout = _EMBEDDING.fullmatch(name), FactorLayout.EMBEDDING
         if found is None:
-            others.append(Stored(full_name, shape))
+            others.append(FileTensor(full_name, shape))
             continue
-        halves.setdefault((found["module"], layout), {})[found["side"]] = Stored(full_name, shape)
+        halves.setdefault((found["module"], layout), {})[found["side"]] = FileTensor(full_name, shape)
     sides: dict[str, _Sides] = {}
     for (path, layout), pair in halves.items():
         if pair.keys() != {"A", "B"}:
@@ -206,7 +209,9 @@ def _products(config: AdapterConfig, sides: Mapping[str, _Sides]) -> list[LowRan
         elif (single := _SINGLE.fullmatch(path)) is not None:
             leaf = _leaf(path, single["leaf"])
             products.append(
-                _matrix(config, single["experts"], path, each, Layout.SINGLE, leaf, int(single["expert"]))
+                _matrix(
+                    config, single["experts"], path, each, FactorLayout.SINGLE, leaf, int(single["expert"])
+                )
             )
         elif (stacked := _STACKED.fullmatch(path)) is not None:
             products.append(_stacked(config, stacked["experts"], path, each, _leaf(path, stacked["leaf"])))
@@ -224,7 +229,7 @@ def _leaf(path: str, name: str) -> str:
 
 
 def _matrix(
-    config: AdapterConfig, module: str, path: str, sides: _Sides, layout: Layout, leaf: str, expert: int
+    config: AdapterConfig, module: str, path: str, sides: _Sides, layout: FactorLayout, leaf: str, expert: int
 ) -> LowRank:  # fmt: skip
     rank = _rank(path, sides, 2)
     if rank != config.rank_of(path):
@@ -236,7 +241,9 @@ def _stacked(config: AdapterConfig, module: str, path: str, sides: _Sides, leaf:
     rank = _rank(path, sides, 3)
     if rank != config.rank_of(path):
         raise AdapterError(f"{path} has rank {rank}; its configuration has {config.rank_of(path)}")
-    return LowRank(module, Layout.STACKED, leaf, -1, sides.a, sides.b, rank, config.scale_of(path, rank))
+    return LowRank(
+        module, FactorLayout.STACKED, leaf, -1, sides.a, sides.b, rank, config.scale_of(path, rank)
+    )
 
 
 def _rank(path: str, sides: _Sides, dims: int) -> int:
@@ -278,7 +285,7 @@ def _fused(config: AdapterConfig, experts: str, wrappers: list[tuple[int, _Sides
                 f"{path}: A has {sides.a.shape[0]} rows, which is not a multiple of the configured rank {rank}"
             )
         scale = config.scale_of(path, rank, factor=factor)
-        products.append(LowRank(experts, Layout.FUSED, leaf, -1, sides.a, sides.b, rank, scale))
+        products.append(LowRank(experts, FactorLayout.FUSED, leaf, -1, sides.a, sides.b, rank, scale))
     return products
 
 

@@ -31,7 +31,7 @@ from moe.lora.adapter_config import AdapterError
 from moe.lora.adapter_files import read_adapter
 from moe.lora.factors import LoadedAdapter
 from moe.lora.tables import Factors, FactorTable
-from moe.lora.targets import ExpertShape, Targets, WeightShape
+from moe.lora.targets import LayerExperts, Targets, WeightShape
 
 _COPY = ".base_layer"
 
@@ -306,7 +306,7 @@ def _targets(
             if weight.scales is None
         },
         experts={
-            path: ExpertShape(
+            path: LayerExperts(
                 int(module.num_experts), layer.up.in_dim, layer.down.in_dim, bool(module.has_gate),
                 bool(module.is_concatenated),
             )

@@ -18,9 +18,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from moe.lora.adapter_config import AdapterError
-from moe.lora.adapter_files import AdapterFiles, Layout, LowRank, Stored
+from moe.lora.adapter_files import AdapterFiles, FactorLayout, FileTensor, LowRank
 from moe.lora.tables import Factors, factors_of
-from moe.lora.targets import ExpertShape, Targets
+from moe.lora.targets import LayerExperts, Targets
 
 
 class ExpertFactors(NamedTuple):
@@ -63,10 +63,10 @@ class LoadedAdapter:
         self.embeddings: dict[str, Factors] = {}
         with _opened(files) as read:
             for product, path in paths.items():
-                if product.layout is Layout.LINEAR:
+                if product.layout is FactorLayout.LINEAR:
                     a_RK, b_NR = read(product.a), read(product.b)
                     self.linears[path] = factors_of(a_RK, b_NR, product.scale)
-                elif product.layout is Layout.EMBEDDING:
+                elif product.layout is FactorLayout.EMBEDDING:
                     # A row of A's transpose per id: it is looked up, and only B is multiplied.
                     self.embeddings[path] = factors_of(read(product.a), read(product.b), product.scale)
                 else:
@@ -132,13 +132,13 @@ class _Piece(NamedTuple):
 
 
 def _cutter(
-    product: LowRank, shape: ExpertShape, read: Callable[[Stored], Tensor]
+    product: LowRank, shape: LayerExperts, read: Callable[[FileTensor], Tensor]
 ) -> Callable[[int], _Piece]:
     """Return a function that cuts an expert's part out of a product's tensors."""
     a, b = read(product.a), read(product.b) * product.scale
-    if product.layout is Layout.SINGLE:
+    if product.layout is FactorLayout.SINGLE:
         return lambda _expert: _Piece(a, _placed(b, product.leaf, shape))
-    if product.layout is Layout.FUSED:
+    if product.layout is FactorLayout.FUSED:
         a_ERK = a.view(shape.num_experts, product.rank, -1)
         b_NRE = b.view(-1, product.rank, shape.num_experts)
         return lambda expert: _Piece(a_ERK[expert], b_NRE[..., expert])
@@ -150,7 +150,7 @@ def _cutter(
     return stacked
 
 
-def _placed(b_IR: Tensor, leaf: str, shape: ExpertShape) -> Tensor:
+def _placed(b_IR: Tensor, leaf: str, shape: LayerExperts) -> Tensor:
     """Put the rows of a gate or an up projection at their places in the joint weight."""
     if leaf == "down" or not shape.has_gate:
         return b_IR
@@ -172,10 +172,10 @@ def _joined(pieces: Sequence[_Piece]) -> Factors | None:
 
 
 @contextmanager
-def _opened(files: AdapterFiles) -> Iterator[Callable[[Stored], Tensor]]:
+def _opened(files: AdapterFiles) -> Iterator[Callable[[FileTensor], Tensor]]:
     """Open an adapter's tensors. Yields a function that reads one as float32."""
 
-    def read(stored: Stored) -> Tensor:
+    def read(stored: FileTensor) -> Tensor:
         tensor: Tensor = tensors.get_tensor(stored.name).float()
         if tuple(tensor.shape) != stored.shape:
             raise AdapterError(f"{files.weights} has changed since it was checked")
@@ -200,7 +200,7 @@ def _stamp_of(files: AdapterFiles) -> tuple[int, ...]:
     return about.st_ino, about.st_size, about.st_mtime_ns
 
 
-def _check_base(copy: Stored, values: Tensor, base_rows: Callable[[str], Tensor | None]) -> None:
+def _check_base(copy: FileTensor, values: Tensor, base_rows: Callable[[str], Tensor | None]) -> None:
     """Accept a copy of a base weight, which PEFT saves next to adapters of embeddings, only if it is the served one."""
     base = base_rows(copy.name)
     if base is None or base.shape != values.shape or not torch.equal(base, values):

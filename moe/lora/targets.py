@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from moe.lora.adapter_config import AdapterError
-from moe.lora.adapter_files import AdapterFiles, Layout, LowRank
+from moe.lora.adapter_files import AdapterFiles, FactorLayout, LowRank
 
 # Parts of names that differ between the transformers version of an adapter and this one, or between a model and its text part.
 _ALIASES = (
@@ -20,7 +20,7 @@ _ALIASES = (
 _MOST_NAMED = 3
 
 
-class ExpertShape(NamedTuple):
+class LayerExperts(NamedTuple):
     """The experts of one layer."""
 
     num_experts: int
@@ -48,14 +48,14 @@ class Targets:
 
     linears: Mapping[str, WeightShape]
     embeddings: Mapping[str, WeightShape]
-    experts: Mapping[str, ExpertShape]
+    experts: Mapping[str, LayerExperts]
     other: frozenset[str] = field(default=frozenset())  # modules with weights that take no adapter
 
     def find(self, product: LowRank) -> str | None:
         """Return the model's path of a product's module, or None if no module takes it."""
-        if product.layout is Layout.LINEAR:
+        if product.layout is FactorLayout.LINEAR:
             offered: Mapping[str, object] = self.linears
-        elif product.layout is Layout.EMBEDDING:
+        elif product.layout is FactorLayout.EMBEDDING:
             offered = self.embeddings
         else:
             offered = self.experts
@@ -100,16 +100,16 @@ class Targets:
     def _shapes(self, product: LowRank, path: str) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
         """Return the shapes that A and B may have."""
         rank = product.rank
-        if product.layout is Layout.LINEAR:
+        if product.layout is FactorLayout.LINEAR:
             weight = self.linears[path]
             return [(rank, weight.k)], [(weight.n, rank)]
-        if product.layout is Layout.EMBEDDING:
+        if product.layout is FactorLayout.EMBEDDING:
             weight = self.embeddings[path]
             return [(rank, weight.n)], [(weight.k, rank)]
         experts = self.experts[path]
         E, is_down = experts.num_experts, product.leaf in ("down", "down_proj")
         fan_in = experts.inner if is_down else experts.hidden
-        if product.layout is Layout.FUSED:
+        if product.layout is FactorLayout.FUSED:
             known = "gate_up_proj" if experts.has_gate else "up_proj"
             if product.leaf not in (known, "down_proj"):
                 raise AdapterError(
@@ -120,7 +120,7 @@ class Targets:
         if product.leaf == "gate" and not experts.has_gate:
             raise AdapterError(f"{product.module} has no gates")
         fan_out = experts.hidden if is_down else experts.inner
-        if product.layout is Layout.SINGLE:
+        if product.layout is FactorLayout.SINGLE:
             if product.expert >= E:
                 raise AdapterError(f"{product.name}: the model has {E} experts in this layer")
             return [(rank, fan_in)], [(fan_out, rank)]

@@ -48,7 +48,7 @@ class NamedAdapter(NamedTuple):
         return not self.owners or owner in self.owners
 
 
-class Phase(StrEnum):
+class PlaceState(StrEnum):
     """State of a place."""
 
     EMPTY = "empty"
@@ -78,7 +78,7 @@ class _Place:
     """An index that all ranks use for the same adapter."""
 
     index: int
-    phase: Phase = Phase.EMPTY
+    state: PlaceState = PlaceState.EMPTY
     content: _Content | None = None
     number: int = 0  # of the order that it follows
     pending: set[int] = field(default_factory=set)  # ranks that have not reported
@@ -108,7 +108,7 @@ class AdapterUse(NamedTuple):
     """What is visible of one adapter."""
 
     named: NamedAdapter
-    phase: Phase
+    state: PlaceState
     num_running: int  # requests at ranks
     is_waiting: bool
     num_requests: int
@@ -180,9 +180,9 @@ class Adapters:
         """Yield what is visible of each registered adapter."""
         for named in self._names.values():
             content = self._contents[named.digest]
-            phase = Phase.EMPTY if content.place is None else content.place.phase
+            state = PlaceState.EMPTY if content.place is None else content.place.state
             yield AdapterUse(
-                named, phase, len(content.users), content.waiting_since_s is not None, content.num_requests,
+                named, state, len(content.users), content.waiting_since_s is not None, content.num_requests,
                 content.num_bytes,
             )  # fmt: skip
 
@@ -335,7 +335,7 @@ class Adapters:
         """Return the place of an accepted request's adapter, or None if it must wait. A request that has a place keeps it."""
         content = self._contents[digest]
         place, is_known = content.place, request_id in content.users
-        if place is not None and place.phase is Phase.RESIDENT and (is_known or not content.is_draining):
+        if place is not None and place.state is PlaceState.RESIDENT and (is_known or not content.is_draining):
             content.num_requests += not is_known
             content.users.add(request_id)
             content.last_used_s = self._clock()
@@ -371,7 +371,7 @@ class Adapters:
         if report.number != place.number:
             return
         if (
-            report.reason and place.phase is Phase.RESIDENT
+            report.reason and place.state is PlaceState.RESIDENT
         ):  # the rank has attached since, or holds other experts since
             self._break(place, _on_rank(rank, report.reason))
             return
@@ -397,12 +397,12 @@ class Adapters:
     def note_rank(self, rank: int) -> None:
         """Give a rank that attaches the adapters of all places."""
         for place in self._places:
-            if place.content is not None and place.phase in (Phase.LOADING, Phase.RESIDENT):
+            if place.content is not None and place.state in (PlaceState.LOADING, PlaceState.RESIDENT):
                 content = place.content
                 self._ranks.post(
                     rank, AdapterOrder(place.number, place.index, content.digest, content.directory)
                 )
-                if place.phase is Phase.LOADING:
+                if place.state is PlaceState.LOADING:
                     place.pending.add(rank)
 
     def note_lost(self, rank: int) -> None:
@@ -421,11 +421,11 @@ class Adapters:
 
     def _end_round(self, place: _Place) -> None:
         """Go on if every rank has reported."""
-        if place.pending or place.phase not in (Phase.LOADING, Phase.EMPTYING):
+        if place.pending or place.state not in (PlaceState.LOADING, PlaceState.EMPTYING):
             return
         content = place.content
-        if place.phase is Phase.EMPTYING:
-            place.phase, place.content = Phase.EMPTY, None
+        if place.state is PlaceState.EMPTYING:
+            place.state, place.content = PlaceState.EMPTY, None
         elif content is not None and place.reason:
             failure = ApiError(500, f"The adapter could not be loaded: {place.reason}.")
             content.waiting_since_s = None
@@ -433,7 +433,7 @@ class Adapters:
             self.on_failed(content.digest, failure)
             return
         elif content is not None:
-            place.phase, place.loaded_s = Phase.RESIDENT, self._clock()
+            place.state, place.loaded_s = PlaceState.RESIDENT, self._clock()
             content.waiting_since_s = None
             self.on_resident()
             self._drop_unnamed(content.digest)
@@ -459,11 +459,11 @@ class Adapters:
             if each.waiting_since_s is not None and each.place is None
         ]
         waiting.sort(key=lambda each: each.waiting_since_s or 0.0)
-        free = [place for place in self._places if place.phase is Phase.EMPTY]
+        free = [place for place in self._places if place.state is PlaceState.EMPTY]
         for content, place in zip(waiting, free, strict=False):
             self._fill(place, content)
         left = waiting[len(free) :]
-        num_coming = sum(place.phase is Phase.EMPTYING for place in self._places)
+        num_coming = sum(place.state is PlaceState.EMPTYING for place in self._places)
         num_coming += sum(content.is_draining for content in self._contents.values())
         num_urgent = sum(self._clock() - (each.waiting_since_s or 0.0) >= PATIENCE_S for each in left)
         for content in list(self._victims()):
@@ -484,7 +484,7 @@ class Adapters:
         pinned = {named.digest for named in self._names.values() if named.is_pinned}
         resident = [
             place for place in self._places
-            if place.phase is Phase.RESIDENT and place.content is not None and place.content.digest not in pinned
+            if place.state is PlaceState.RESIDENT and place.content is not None and place.content.digest not in pinned
         ]  # fmt: skip
         contents = [
             place.content for place in resident if place.content is not None and not place.content.is_draining
@@ -495,7 +495,7 @@ class Adapters:
         yield from sorted(used, key=lambda each: each.place.loaded_s if each.place is not None else 0.0)
 
     def _fill(self, place: _Place, content: _Content) -> None:
-        self._begin_round(place, Phase.LOADING)
+        self._begin_round(place, PlaceState.LOADING)
         place.content, content.place, content.is_draining = content, place, False
         self._ranks.post_all(AdapterOrder(place.number, place.index, content.digest, content.directory))
         self._end_round(place)
@@ -504,13 +504,13 @@ class Adapters:
         assert place.content is not None, "an empty place has no adapter"
         digest = place.content.digest
         place.content.place, place.content.is_draining = None, False
-        self._begin_round(place, Phase.EMPTYING)
+        self._begin_round(place, PlaceState.EMPTYING)
         self._ranks.post_all(AdapterOrder(place.number, place.index, digest))
         self._end_round(place)
 
-    def _begin_round(self, place: _Place, phase: Phase) -> None:
+    def _begin_round(self, place: _Place, state: PlaceState) -> None:
         self._number += 1
-        place.phase, place.number, place.reason = phase, self._number, ""
+        place.state, place.number, place.reason = state, self._number, ""
         place.pending = set(self._ranks.attached)
 
     def _drop_unnamed(self, digest: str) -> None:
@@ -521,7 +521,7 @@ class Adapters:
         if any(named.digest == digest for named in self._names.values()):
             return
         if content.place is not None:
-            if content.place.phase is not Phase.RESIDENT:
+            if content.place.state is not PlaceState.RESIDENT:
                 return
             self._empty(content.place)
         del self._contents[digest]

@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import PlainTextResponse, Response
 
-from server.front.adapters import Adapters, AdapterUse, Phase
+from server.front.adapters import Adapters, AdapterUse, PlaceState
 from server.front.errors import ApiError, bad_request
 from server.http.routes import new_router
 
@@ -112,7 +112,7 @@ def _shown(use: AdapterUse) -> Mapping[str, Any]:
         "digest": named.digest,
         "pinned": named.is_pinned,
         "num_keys": len(named.owners),
-        "state": use.phase.value if use.phase is not Phase.EMPTY else "registered",
+        "state": use.state.value if use.state is not PlaceState.EMPTY else "registered",
         "running": use.num_running,
         "waiting": use.is_waiting,
         "requests": use.num_requests,
@@ -148,7 +148,7 @@ class AdapterMetrics(Collector):  # type: ignore[misc]
         )
         for use in self._adapters.uses():
             of = (self._model_name, use.named.name)
-            resident.add_metric(of, float(use.phase is Phase.RESIDENT))
+            resident.add_metric(of, float(use.state is PlaceState.RESIDENT))
             running.add_metric(of, float(use.num_running))
             begun.add_metric(of, float(use.num_requests))
             size.add_metric(of, float(use.num_bytes))

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from moe.lora.adapter_config import AdapterError
-from moe.lora.adapter_files import AdapterFiles, Layout, LowRank, read_adapter
+from moe.lora.adapter_files import AdapterFiles, FactorLayout, LowRank, read_adapter
 
 LAYER = "base_model.model.model.layers.0"
 QUERY = {f"{LAYER}.self_attn.q_proj.lora_A.weight": (4, 8), f"{LAYER}.self_attn.q_proj.lora_B.weight": (6, 4)}
@@ -33,7 +33,7 @@ def by_name(files: AdapterFiles) -> dict[str, LowRank]:
 
 def test_a_linear_layer_has_the_configured_scale(tmp_path: Path) -> None:
     [product] = read_adapter(write(tmp_path, QUERY)).products
-    assert (product.module, product.layout) == ("model.layers.0.self_attn.q_proj", Layout.LINEAR)
+    assert (product.module, product.layout) == ("model.layers.0.self_attn.q_proj", FactorLayout.LINEAR)
     assert (product.rank, product.scale) == (4, 2.0)
     stabilised = read_adapter(write(tmp_path, QUERY, use_rslora=True)).products[0]
     assert stabilised.scale == 4.0
@@ -63,7 +63,7 @@ def test_fused_experts_are_named_by_their_wrappers(tmp_path: Path) -> None:
     found = by_name(read_adapter(write(tmp_path, shapes, target_parameters=both)))
     assert found["model.layers.0.mlp.experts.gate_up_proj"].a.shape == (32, 16)
     assert found["model.layers.0.mlp.experts.down_proj"].a.shape == (32, 12)
-    assert {each.layout for each in found.values()} == {Layout.FUSED}
+    assert {each.layout for each in found.values()} == {FactorLayout.FUSED}
 
 
 @pytest.mark.parametrize("leaf", ["gate_up_proj", "down_proj"])
@@ -92,10 +92,10 @@ def test_a_configuration_with_gate_and_up_apart_has_twice_their_rank_and_alpha(t
 def test_single_and_stacked_experts_have_either_set_of_names(tmp_path: Path, name: str, leaf: str) -> None:
     single = {f"{EXPERTS}.7.{name}.lora_A.weight": (4, 8), f"{EXPERTS}.7.{name}.lora_B.weight": (6, 4)}
     [product] = read_adapter(write(tmp_path, single)).products
-    assert (product.layout, product.leaf, product.expert) == (Layout.SINGLE, leaf, 7)
+    assert (product.layout, product.leaf, product.expert) == (FactorLayout.SINGLE, leaf, 7)
     stacked = {f"{EXPERTS}.{name}.lora_A.weight": (1, 4, 8), f"{EXPERTS}.{name}.lora_B.weight": (8, 6, 4)}
     [product] = read_adapter(write(tmp_path, stacked)).products
-    assert (product.layout, product.leaf, product.expert) == (Layout.STACKED, leaf, -1)
+    assert (product.layout, product.leaf, product.expert) == (FactorLayout.STACKED, leaf, -1)
 
 
 def test_embeddings_have_tensors_of_their_own(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_embeddings_have_tensors_of_their_own(tmp_path: Path) -> None:
         f"{path}.base_layer.weight": (99, 8),
     }
     found = read_adapter(write(tmp_path, shapes))
-    assert found.products[0].layout is Layout.EMBEDDING and len(found.base_copies) == 1
+    assert found.products[0].layout is FactorLayout.EMBEDDING and len(found.base_copies) == 1
 
 
 def test_the_digest_is_of_the_content(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from scheduler.policy.request import AdapterOrder, AdapterReport, FinishReason
 from server.front import adapters as adapters_module
-from server.front.adapters import PATIENCE_S, Adapters, NamedAdapter, Phase
+from server.front.adapters import PATIENCE_S, Adapters, NamedAdapter, PlaceState
 from server.front.errors import ApiError
 from server.front.generations import Asker
 from tests.support.clock import Clock
@@ -134,7 +134,7 @@ async def test_a_request_waits_until_every_rank_has_its_adapter(tmp_path: Path) 
     assert service.admit(digest, "r") is None and not service.resident
     service.ranks.follow(*placed[1])
     assert service.resident and service.admit(digest, "r") == 0
-    assert [use.phase for use in service.adapters.uses()] == [Phase.RESIDENT]
+    assert [use.state for use in service.adapters.uses()] == [PlaceState.RESIDENT]
 
 
 @in_loop
@@ -361,7 +361,7 @@ async def test_an_adapter_that_a_rank_loses_is_removed_and_its_requests_fail(tmp
     assert service.adapters.names == ("b",) and broken
     service.adapters.release(a, "1")
     await service.settle()
-    assert service.adapters._places[0].phase is Phase.EMPTY and a not in service.adapters._contents
+    assert service.adapters._places[0].state is PlaceState.EMPTY and a not in service.adapters._contents
     assert service.admit(b, "2") == 1
 
 
