@@ -75,13 +75,11 @@ class Step:
         self.tells_long = False  # whether the model uses `long_T`; set when it is built
         self.long_T = torch.zeros(padded, dtype=torch.bool)
         self.num_adapters = 0  # places of LoRA adapters; set before the model is built
-        self.has_adapters = (
-            False  # whether any row has an adapter: `adapter_T` has their places, -1 for rows without
-        )
+        # Whether any row has an adapter. `adapter_T` has their places, -1 for rows without one.
+        self.has_adapters = False
         self.adapter_T = torch.full((padded,), -1, dtype=torch.int64)
-        self.projected_R: torch.Tensor | None = (
-            None  # rows that the output projection gets; set before a forward
-        )
+        # Rows that the output projection gets; set before a forward.
+        self.projected_R: torch.Tensor | None = None
         self.has_states = False  # whether the model keeps states; set with its cache
         self.agreed_tokens = 0  # most tokens of any rank in this step, as agreed before it; 0: no agreement
         self.position_T = torch.zeros(padded, dtype=torch.int64)

@@ -123,12 +123,6 @@ def read_config(directory: Path) -> AdapterConfig:
     )  # fmt: skip
 
 
-def base_model_of(directory: Path) -> str:
-    """Return the base model that an adapter's configuration names, or ""."""
-    fields = json.loads((directory / CONFIG_NAME).read_text(encoding="utf-8"))
-    return str(fields.get("base_model_name_or_path") or "")
-
-
 def _refuse_other_methods(path: Path, fields: dict[str, Any]) -> None:
     kind = fields.get("peft_type")
     if kind != "LORA":

@@ -86,9 +86,8 @@ class AdapterFiles:
 
     directory: Path
     products: tuple[LowRank, ...]
-    base_copies: tuple[
-        FileTensor, ...
-    ]  # base weights of adapted embeddings, which PEFT saves next to the adapter
+    # Base weights of adapted embeddings, which PEFT saves next to the adapter.
+    base_copies: tuple[FileTensor, ...]
     digest: str  # of all values and scales: equal for adapters with equal content
     num_bytes: int
 

@@ -91,7 +91,7 @@ class EngineSettings:
     enable_lora: bool = False  # serve LoRA adapters
     max_loras: int = 8  # adapters that may be used in the same step
     max_lora_rank: int = 64
-    max_cpu_loras: int | None = None  # adapters that a rank keeps in memory; None: twice `max_loras`
+    max_cpu_loras: int | None = None  # adapters that a rank keeps in memory; None means twice `max_loras`
     kv_offloading_bytes: int = 0  # of host memory for KV blocks, shared by the ranks of a node; 0: none
     kv_offloading_dir: str | None = None  # for KV blocks on a disk; None: none
     kv_offloading_disk_bytes: int = 0  # most bytes in that directory

@@ -41,7 +41,7 @@ class NamedAdapter(NamedTuple):
     digest: str
     created: int  # seconds since 1970
     is_pinned: bool = False
-    owners: tuple[str, ...] = ()  # digests of the API keys that may use it; empty: all may
+    owners: tuple[str, ...] = ()  # digests of the API keys that may use it; () means all
 
     def is_for(self, owner: str) -> bool:
         """Return whether the key with this digest may use it."""
@@ -232,7 +232,7 @@ class Adapters:
             path: Directory in PEFT's format, on every node.
             replaces: Accept a name that is registered: later requests use the new content.
             is_pinned: Never let another adapter have its place.
-            owners: Digests of the API keys that may use it. Empty: all may.
+            owners: Digests of the API keys that may use it. () means all.
 
         Raises:
             ApiError: 400 if the adapter or its name is refused; 503 or 504 if the ranks do not answer.
@@ -370,9 +370,8 @@ class Adapters:
         place = self._places[report.place]
         if report.number != place.number:
             return
-        if (
-            report.reason and place.state is PlaceState.RESIDENT
-        ):  # the rank has attached since, or holds other experts since
+        # The rank has attached since, or holds other experts since.
+        if report.reason and place.state is PlaceState.RESIDENT:
             self._break(place, _on_rank(rank, report.reason))
             return
         if place.content is not None:
@@ -406,7 +405,7 @@ class Adapters:
                     place.pending.add(rank)
 
     def note_lost(self, rank: int) -> None:
-        """Wait for a lost rank no longer."""
+        """Stop waiting for a lost rank."""
         for check in list(self._checks.values()):
             self._note_checked(check, rank)
         for place in self._places:

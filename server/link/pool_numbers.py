@@ -46,9 +46,8 @@ def to_service(message: FromRank, pool: range) -> FromRank:
             return message._replace(reason=by_rank(reason, pool))
         case ExpertsRead(_, problem):
             return message._replace(problem=by_rank(problem, pool))
-        case (
-            ExpertMap() | Regrouped() | MemoryUse() | MemorySwitched() | AdapterReport()
-        ):  # they name no rank
+        # These name no rank.
+        case ExpertMap() | Regrouped() | MemoryUse() | MemorySwitched() | AdapterReport():
             return message
         case _:
             assert_never(message)
