@@ -8,6 +8,7 @@ heads.
 """
 
 import numpy as np
+from numba import njit
 
 from attention.cpu.attention import Queries
 from attention.cpu.tiles import LANES, TILES_VERSION
@@ -15,6 +16,14 @@ from dispatch.compiled.native import floats, words
 from dispatch.compiled.team import Kernel
 
 _ENTRY_BYTES = 24  # addresses of A [L, W] and B [R, H * (U + V)], and R
+
+
+@njit(nogil=True)
+def _place(tile, heads, chunk, table, adapters_at):  # type: ignore[no-untyped-def]
+    # A tile's row in the chunk, its head, and the address of the row's entry, or 0 if it has no adapter.
+    row, head = tile // heads, tile % heads
+    place = words(adapters_at, chunk[2] + row + 1)[chunk[2] + row]
+    return row, head, table + place * _ENTRY_BYTES if place >= 0 else 0
 
 
 def _adapt_absorbed(  # type: ignore[no-untyped-def]
@@ -26,11 +35,10 @@ def _adapt_absorbed(  # type: ignore[no-untyped-def]
     first_row, rows = chunk[2], chunk[3]
     if tile < 0:
         return heads * rows if rows > 0 else 0
-    row, head = tile // heads, tile % heads
-    place = words(adapters_at, first_row + row + 1)[first_row + row]
-    if place < 0:
+    row, head, entry_at = _place(tile, heads, chunk, table, adapters_at)
+    if entry_at == 0:
         return 0
-    entry = words(table + place * _ENTRY_BYTES, 3)
+    entry = words(entry_at, 3)
     rank = entry[2]
     width, columns, begin = (
         (rank + LANES - 1) // LANES * LANES,
@@ -61,11 +69,10 @@ def _adapt_expanded(  # type: ignore[no-untyped-def]
     first_row, rows = chunk[2], chunk[3]
     if tile < 0:
         return heads * rows if rows > 0 else 0
-    row, head = tile // heads, tile % heads
-    place = words(adapters_at, first_row + row + 1)[first_row + row]
-    if place < 0:
+    row, head, entry_at = _place(tile, heads, chunk, table, adapters_at)
+    if entry_at == 0:
         return 0
-    entry = words(table + place * _ENTRY_BYTES, 3)
+    entry = words(entry_at, 3)
     rank = entry[2]
     width, columns = (rank + LANES - 1) // LANES * LANES, heads * (unrotated + value)
     latent_lanes, begin = (latent + LANES - 1) // LANES * LANES, head * (unrotated + value) + unrotated

@@ -26,43 +26,35 @@ _PANEL_BYTES = LANES * 4
 
 
 @njit(nogil=True)
+def _add_product(x, k, matrix, made):  # type: ignore[no-untyped-def]
+    # made += x[:k] @ matrix, which has a row of len(made) values for each of x.
+    width = len(made)
+    index = 0
+    while index + 4 <= k:
+        one, two, three, four = x[index], x[index + 1], x[index + 2], x[index + 3]
+        at = index * width
+        for column in range(width):
+            made[column] += (one * matrix[at + column] + two * matrix[at + width + column]) + (
+                three * matrix[at + 2 * width + column] + four * matrix[at + 3 * width + column]
+            )
+        index += 4
+    while index < k:
+        one, at = x[index], index * width
+        for column in range(width):
+            made[column] += one * matrix[at + column]
+        index += 1
+
+
+@njit(nogil=True)
 def _add_low_rank(x, k, entry, y, n):  # type: ignore[no-untyped-def]
     about = words(entry, 3)
     rank = about[2]
     if rank == 0:
         return
     width = (rank + LANES - 1) // LANES * LANES
-    given, first = floats(x, k), floats(about[0], k * width)
     low = np.zeros(width, np.float32)
-    index = 0
-    while index + 4 <= k:
-        one, two, three, four = given[index], given[index + 1], given[index + 2], given[index + 3]
-        at = index * width
-        for column in range(width):
-            low[column] += (one * first[at + column] + two * first[at + width + column]) + (
-                three * first[at + 2 * width + column] + four * first[at + 3 * width + column]
-            )
-        index += 4
-    while index < k:
-        one, at = given[index], index * width
-        for column in range(width):
-            low[column] += one * first[at + column]
-        index += 1
-    second, made = floats(about[1], rank * n), floats(y, n)
-    index = 0
-    while index + 4 <= rank:
-        one, two, three, four = low[index], low[index + 1], low[index + 2], low[index + 3]
-        at = index * n
-        for column in range(n):
-            made[column] += (one * second[at + column] + two * second[at + n + column]) + (
-                three * second[at + 2 * n + column] + four * second[at + 3 * n + column]
-            )
-        index += 4
-    while index < rank:
-        one, at = low[index], index * n
-        for column in range(n):
-            made[column] += one * second[at + column]
-        index += 1
+    _add_product(floats(x, k), k, floats(about[0], k * width), low)
+    _add_product(low, rank, floats(about[1], rank * n), floats(y, n))
 
 
 def _adapt(tile, x, x_stride, k, adapters_at, table, out, out_stride, n, rows_at):  # type: ignore[no-untyped-def]
