@@ -89,7 +89,6 @@ class AdapterFiles:
     # Base weights of adapted embeddings, which PEFT saves next to the adapter.
     base_copies: tuple[FileTensor, ...]
     digest: str  # of all values and scales: equal for adapters with equal content
-    num_bytes: int
 
     @property
     def weights(self) -> Path:
@@ -100,14 +99,6 @@ class AdapterFiles:
     def max_rank(self) -> int:
         """Largest rank of a product."""
         return max(each.rank for each in self.products)
-
-    @property
-    def adapts_experts(self) -> bool:
-        """Whether any product belongs to routed experts."""
-        return any(
-            each.layout in (FactorLayout.FUSED, FactorLayout.SINGLE, FactorLayout.STACKED)
-            for each in self.products
-        )
 
 
 def read_adapter(directory: Path, *, max_rank: int | None = None) -> AdapterFiles:
@@ -130,7 +121,6 @@ def read_adapter(directory: Path, *, max_rank: int | None = None) -> AdapterFile
         products=tuple(products),
         base_copies=tuple(base_copies),
         digest=_digest(directory / WEIGHTS_NAME, products),
-        num_bytes=(directory / WEIGHTS_NAME).stat().st_size,
     )
     if max_rank is not None and found.max_rank > max_rank:
         largest = max(products, key=lambda each: each.rank)

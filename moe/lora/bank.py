@@ -72,11 +72,6 @@ class AdapterBank:
         # Called with a place, its adapter's digest and the reason if the adapter cannot follow its experts.
         self.on_spoiled: Callable[[int, str, str], None] = lambda _place, _digest, _reason: None
 
-    @property
-    def uses_memory(self) -> bool:
-        """Whether any adapter is in memory."""
-        return bool(self._loaded)
-
     def load(self, directory: Path, digest: str, *, max_rank: int) -> LoadedAdapter:
         """Load an adapter, or return it if it is in memory. Its experts' factors are read for this rank's slots.
 

@@ -265,7 +265,7 @@ def test_an_adapter_that_does_not_fit_is_refused_by_name(tmp_path: Path) -> None
     assert "above the limit of 8" in refusal(misshapen)
     fitting = write_adapter(tmp_path / "fitting", case.model, modules=("q_proj",), experts="").directory
     assert "its digest is" in refusal(fitting, "0" * 32)
-    assert not bank.uses_memory, "nothing is half-loaded"
+    assert not bank._loaded, "nothing is half-loaded"
 
 
 def test_a_gpu_is_refused_at_the_start(tmp_path: Path) -> None:
