@@ -192,14 +192,14 @@ def write_header(directory: Path, header: Any) -> None:
         (lambda at: (at / "adapter_config.json").write_text("[]"), "holds no object"),
         (
             lambda at: (at / "adapter_model.safetensors").write_bytes(b"\xff" * 20),
-            "is not a complete safetensors file",
+            "is not a safetensors file",
         ),
         (
             lambda at: (at / "adapter_model.safetensors").write_bytes(b""),
-            "is not a complete safetensors file",
+            "is not a safetensors file",
         ),
-        (lambda at: write_header(at, []), "is not a complete safetensors file"),
-        (lambda at: write_header(at, {f"{LAYER}.x": {"shape": [2]}}), "is not a complete safetensors file"),
+        (lambda at: write_header(at, []), "is not a safetensors file"),
+        (lambda at: write_header(at, {f"{LAYER}.x": {"shape": [2]}}), "is not a safetensors file"),
     ],
 )
 def test_broken_directories_are_named(tmp_path: Path, damage: Any, says: str) -> None:
@@ -212,7 +212,7 @@ def test_a_cut_off_file_and_integers_are_named(tmp_path: Path) -> None:
     file = write(tmp_path, QUERY) / "adapter_model.safetensors"
     content = file.read_bytes()
     file.write_bytes(content[:-8])
-    with pytest.raises(AdapterError, match="is not a complete safetensors file"):
+    with pytest.raises(AdapterError, match="is cut off"):
         read_adapter(tmp_path)
     save_file({name: torch.ones(shape, dtype=torch.int32) for name, shape in QUERY.items()}, file)
     with pytest.raises(AdapterError, match="is of type I32; only F32, F16, BF16"):
