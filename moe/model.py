@@ -6,8 +6,7 @@ packed batch [1, T], which a `Step` describes; see `Model.forward`.
 Legend: T tokens (padded rows), V vocabulary, R rows that need logits.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from attention.recurrences import mixers
@@ -46,10 +45,11 @@ from moe.load.stored_tensors import StoredTensors
 from moe.load_counts import LoadCounts
 from moe.lora.bank import AdapterBank
 from moe.mtp.layers import Origin, drafting_of
+from moe.projection import KeptBody
 from moe.rehearsal.rehearse import rehearse
 from moe.scaled_experts import use_experts
 from moe.slot_choice import slot_choices
-from moe.text_part import body_of, project, use_attention
+from moe.text_part import use_attention
 from moe.vision.places import ImagePlaces
 from moe.weight_digests import digest_experts, digest_plain, expert_digest, plain_tensors
 
@@ -170,7 +170,7 @@ class Model:
                 self.net, skeleton.experts, self.layers, held, most_loaded=most_adapters
             )
         self.checkpoint.release_memory()
-        self._body = _KeptBody(self.net)
+        self._body = KeptBody(self.net)
         self._images = ImagePlaces(self.net)
         self._drafting = drafting_of(self.net)
         # Rows that drafts start from: the decoder's and the last draft's. Captured steps write the same memory.
@@ -475,44 +475,3 @@ class Model:
     def reserved_expert_bytes(self) -> int:
         """Bytes of this rank's slots, including empty ones and the kernels' padding."""
         return sum(layer.up.num_bytes + layer.down.num_bytes for layer in self.layers)
-
-
-class _KeptBody:
-    """Hidden states of the last forward, kept so that logits of many rows can be computed a few rows at a time.
-
-    Rejected: one forward that returns all rows. Logits of 8,192 rows with a vocabulary of 150,000 are 5 GB.
-    """
-
-    def __init__(self, net: PreTrainedModel) -> None:
-        self._net, self._decoder = net, body_of(net)
-        self._is_wanted = False
-        self._output: Any = None
-        self._decoder.register_forward_hook(self._note)
-
-    @contextmanager
-    def keeping(self, wanted: bool) -> Iterator[None]:
-        """Drop what was kept; keep the output of forwards in this context if `wanted`."""
-        self._is_wanted, self._output = wanted, None
-        try:
-            yield
-        finally:
-            self._is_wanted = False
-
-    @property
-    def hidden_TD(self) -> Tensor:
-        """Return the decoder's output, after its final norm."""
-        rows: Tensor = self._kept[0][0]
-        return rows
-
-    def logits(self, rows_R: Tensor) -> Tensor:
-        """Compute the logits of rows: [R, V]."""
-        return project(self._net, self._decoder, self._kept, rows_R)
-
-    @property
-    def _kept(self) -> Any:
-        assert self._output is not None, "the last forward did not keep its hidden states"
-        return self._output
-
-    def _note(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        if self._is_wanted:
-            self._output = output

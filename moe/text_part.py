@@ -6,13 +6,11 @@ output into the embedded tokens before the decoder runs. Without images there is
 Rejected: building the decoder's own class. A quarter of the types have none, and its names are not the checkpoint's.
 """
 
-from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Container
 from typing import Any
 from weakref import ref
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForMultimodalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -78,34 +76,6 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
         if isinstance(module, nn.ModuleList) and f".{name}".endswith(".layers")
     )
     return list(next(lists, ()))
-
-
-def project(model: PreTrainedModel, body: nn.Module, decoded: Any, rows_R: Tensor) -> Tensor:
-    """Compute logits of rows from the output of a model's body: [R, V] float32.
-
-    What follows a decoder (output projection, a scaling, a cap) is the family's own code, in the forward of the whole
-    model. So that forward runs, with a body that temporarily returns the given output. Rejected: calling the output
-    projection directly, which would skip a family's scaling.
-    """
-    with _answering(body, decoded):
-        # Some families check that there are hidden states for all rows of the input.
-        nothing = torch.zeros(1, decoded[0].shape[1], dtype=torch.int64, device=rows_R.device)
-        output: Any = model(input_ids=nothing, use_cache=False, logits_to_keep=rows_R)
-    logits: Tensor = output.logits[0].float()
-    return logits
-
-
-@contextmanager
-def _answering(module: nn.Module, output: Any) -> Iterator[None]:
-    """Make a module return `output` for every input."""
-    own = vars(module).get("forward")
-    module.forward = lambda *_inputs, **_options: output
-    try:
-        yield
-    finally:
-        del module.forward
-        if own is not None:
-            module.forward = own
 
 
 def leave_idle_experts(model: PreTrainedModel, called: Container[nn.Module]) -> None:

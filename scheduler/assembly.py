@@ -1,18 +1,15 @@
 """Assemble one rank's engine (composition root). Settings, model and memory are checked before any weight is read."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
 from torch.distributed import Store
 
-from dispatch.dispatched import TokenDispatcher, UnconnectedDispatcher
-from dispatch.errors import WireUnavailable
+from dispatch.dispatched import TokenDispatcher
 from dispatch.wires.segment import available_bytes
 from expert_placement.placement import Placement
 from kvcache.blocks import BlockPool
@@ -34,28 +31,26 @@ from scheduler.epochs.connections import break_silent
 from scheduler.epochs.follower import EpochFollower, EpochLinks, RankParts, Regrouping
 from scheduler.epochs.heartbeat import Heart
 from scheduler.moves.adapters import AdapterLoads
-from scheduler.moves.channel import ChannelError, NoPeers, Pace, PeerChannel, open_channel
+from scheduler.moves.channel import NoPeers, Pace, PeerChannel
 from scheduler.moves.expert_transfer import MovableLayer
 from scheduler.moves.read_ahead import ReadAhead
 from scheduler.moves.relocation import Relocation
 from scheduler.moves.reports import ExpertMap
-from scheduler.moves.start_placement import start_placement
 from scheduler.moves.telemetry import Telemetry, expert_map
 from scheduler.policy.config import ConfigError, EngineConfig, model_length, why_no_compiler
 from scheduler.policy.scheduler import Scheduler
 from scheduler.policy.state_tables import STATES_OF_ONE
 from scheduler.sampling.sampler import Sampler
+from scheduler.start import Start, channel_of, meet, stay_alone
 from scheduler.step.cache_tiers import open_tiers
 from scheduler.step.device_memory import DeviceMemory, Measurement, device_memory, told_shortage
 from scheduler.step.draft_passes import DraftPasses
-from scheduler.step.groups import check_agreed, hosts_of, open_groups
 from scheduler.step.lockstep import Doorbell, describe_modes
 from scheduler.step.memory_switch import MemoryParts, MemorySwitch
 from scheduler.step.parts import (
     backend_of,
     can_replay,
     open_checkpoint,
-    open_dispatcher,
     open_forward,
     open_lockstep,
     open_sampler,
@@ -153,7 +148,7 @@ def assemble(
     prepared = _prepare(config, memory, is_joining=is_joining)
     backend, skeleton = prepared.backend, prepared.skeleton
     length, drafter = prepared.length, prepared.drafter
-    start = _stay_alone(config, skeleton, placement) if is_joining else _meet(config, skeleton)
+    start = stay_alone(config, skeleton, placement) if is_joining else meet(config, skeleton)
     placement, dispatcher, mailbox_group, _ = start
     with told_shortage(prepared.memory, "the weights"):
         model = _load_model(config, prepared, start, report)
@@ -168,7 +163,7 @@ def assemble(
             progress = partial(report, KERNELS) if prepared.measurement is None else _ignore
             backend.warm_up(model, cache, progress)
         runner = _make_runner(config, prepared, dispatcher, model, cache, sampler, report)
-    channel = NoPeers() if is_joining else _channel(config)
+    channel = NoPeers() if is_joining else channel_of(config)
     relocation = _make_relocation(config, placement, model, channel, backend)
     lockstep = None if is_joining else open_lockstep(config, mailbox_group, placement.version)
     structures = StructureCompiler(load_vocabulary)
@@ -374,31 +369,8 @@ def _make_step(config: EngineConfig, max_model_len: int, backend: Backend) -> St
     return step
 
 
-class _Start(NamedTuple):
-    """The parts of an engine that depend on the other ranks."""
-
-    placement: Placement
-    dispatcher: TokenDispatcher
-    mailbox_group: dist.ProcessGroup | None
-    group: dist.ProcessGroup | None
-
-
-def _meet(config: EngineConfig, skeleton: Skeleton) -> _Start:
-    group, mailbox_group = open_groups(config)
-    placement = _placement(config, skeleton, hosts_of(group))
-    check_agreed(placement, group)
-    dispatcher = open_dispatcher(config, skeleton.backend, group, placement.slots_per_rank)
-    return _Start(placement, dispatcher, mailbox_group, group)
-
-
-def _stay_alone(config: EngineConfig, skeleton: Skeleton, placement: Placement | None) -> _Start:
-    # The other ranks' hosts are unknown, so copies may be misplaced. An order corrects that; experts that differ are read.
-    placement = placement or _placement(config, skeleton, hosts_of(None) * config.world_size)
-    return _Start(placement, UnconnectedDispatcher(config.world_size), None, None)
-
-
 def _share_cache(
-    config: EngineConfig, prepared: _Prepared, start: _Start, model: Model, sampler: Sampler, report: Report
+    config: EngineConfig, prepared: _Prepared, start: Start, model: Model, sampler: Sampler, report: Report
 ) -> CacheShare:
     """Return the size of the cache. On a GPU the largest step runs first, and the cache gets what it leaves."""
     if prepared.memory is not None and prepared.measurement is not None:
@@ -414,18 +386,7 @@ def _share_cache(
     return CacheShare(config.kv_cache_bytes, size, "")
 
 
-def _placement(config: EngineConfig, skeleton: Skeleton, hosts: Sequence[str]) -> Placement:
-    return start_placement(
-        len(skeleton.experts),
-        skeleton.num_experts,
-        config.world_size,
-        eplb=config.eplb_config,
-        hosts=hosts,
-        file=Path(config.expert_placement) if config.expert_placement else None,
-    )
-
-
-def _load_model(config: EngineConfig, prepared: _Prepared, start: _Start, report: Report) -> Model:
+def _load_model(config: EngineConfig, prepared: _Prepared, start: Start, report: Report) -> Model:
     return Model(
         prepared.skeleton,
         dispatcher=start.dispatcher,
@@ -473,13 +434,6 @@ def check_compiler(config: EngineConfig) -> None:
     problem = why_no_compiler(on_gpus=config.device != "cpu", is_invariant=config.batch_invariant)
     if config.enable_torch_compile and problem:
         raise ConfigError(problem)
-
-
-def _channel(config: EngineConfig) -> PeerChannel:
-    try:
-        return open_channel(list(range(config.world_size)))
-    except ChannelError as error:
-        raise WireUnavailable(f"rank {config.rank}: {error}") from error
 
 
 def _make_relocation(

@@ -27,7 +27,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from attention.transformers_names import CACHE
 from moe.mtp.names import MtpBlock
-from moe.text_part import Output, body_of, project
+from moe.projection import project
+from moe.text_part import Output, body_of
 
 NAME = "drafting"
 
