@@ -224,7 +224,7 @@ class TierTables:
         Args:
             num_shareable: As for `look`.
         """
-        pool, token_ids, root = self._pool, sequence.token_ids, sequence.root_key
+        pool, token_ids, root = self._pool, sequence.key_ids, sequence.root_key
         size, num_blocks = pool.block_tokens, num_shareable // pool.block_tokens
         matched = pool.match(token_ids[:num_shareable], root)
         num_loads = num_blocks - len(matched)

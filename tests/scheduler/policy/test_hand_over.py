@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from kvcache.blocks import BlockPool
+from kvcache.images import Image
 from kvcache.prefix import ROOT_KEY, with_weights
 from kvcache.states import StatePool
 from scheduler.policy.request import Expected, Request, RequestOutput
@@ -189,11 +190,14 @@ def expect(rank: PlannedRank, request: Request, now_s: float = 0.0) -> None:
     rank.scheduler.expect(Expected(request.request_id, request), now_s)
 
 
+@pytest.mark.parametrize("images", [(), (Image("ab" * 32, 3, 20),)], ids=["text", "image"])
 @pytest.mark.parametrize("states", [0, 12])
-def test_a_rank_that_expects_a_request_loads_its_blocks_while_the_other_computes_them(states: int) -> None:
+def test_a_rank_that_expects_a_request_loads_its_blocks_while_the_other_computes_them(
+    states: int, images: tuple[Image, ...]
+) -> None:
     first = rank_of_host(batched=8, states=states)
     second = rank_of_host(other=first, states=states)
-    request = ask("r", prompt_of(33), max_tokens=5)
+    request = replace(ask("r", prompt_of(33), max_tokens=5), images=images)
     expect(second, request)
     first.scheduler.add(replace(request, hands_over=True))
     first.plan()
