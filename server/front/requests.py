@@ -551,6 +551,7 @@ class Requests:
             self._ranks.submit(rank, request, now_s=now_s)
         except ImageRowsError as error:
             self._end(generation, FinishReason.ERROR, errors.failed(str(error)), str(error))
+            return
         if next_rank is not None and self._router.share_host(rank, next_rank):
             generation.expected_at = next_rank
             self._ranks.expect(next_rank, request, now_s=now_s)

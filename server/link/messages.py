@@ -220,16 +220,16 @@ class Submit(NamedTuple):
     timeout_s: float | None  # None without a deadline
 
     @classmethod
-    def of(cls, request: Request, now_s: float, *, has_files: bool = False) -> "Submit":
+    def of(cls, request: Request, now_s: float, *, with_rows: bool = True) -> "Submit":
         """Return the message for a request that is sent at `now_s`, time.monotonic() of the sender.
 
         Args:
-            has_files: Whether the receiver can open the files of rows of images. Otherwise the message contains them.
+            with_rows: Whether the message contains the rows of images, for a receiver that cannot open their files.
 
         Raises:
             ImageRowsError: A file cannot be read, or the message would be too large.
         """
-        if request.images and not has_files:
+        if request.images and with_rows:
             request = dataclasses.replace(request, images=without_copies(read_rows(request.images)))
             num_bytes = sum(image.rows.nbytes for image in request.images if image.rows is not None)
             if num_bytes > MOST_ROW_BYTES:

@@ -202,11 +202,11 @@ class Ranks:
     def submit(self, rank: int, request: Request, *, now_s: float) -> None:
         """Send a request to a rank. A rank of this host reads the rows of images from their files."""
         is_near = bool(request.images) and self.attached[rank].facts.host == socket.gethostname()
-        self._post(rank, Submit.of(request, now_s, has_files=is_near))
+        self._post(rank, Submit.of(request, now_s, with_rows=not is_near))
 
     def expect(self, rank: int, request: Request, *, now_s: float) -> None:
-        """Announce a request that another rank of the same host will hand over to this one."""
-        self.post(rank, Expect(request.request_id, Submit.of(request, now_s)))
+        """Announce a request that another rank of the same host will hand over to this one. Its blocks need no rows of images."""
+        self.post(rank, Expect(request.request_id, Submit.of(request, now_s, with_rows=False)))
 
     def resize(self, num_ranks: int, next_num: int) -> None:
         """Accept ranks of a service with this number of ranks, and of the one that a resize leads to."""

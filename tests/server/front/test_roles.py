@@ -9,7 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from scheduler.policy.request import FinishReason, RequestOutput, SamplingParams
+from kvcache.images import ImageRowsError
+from scheduler.policy.request import FinishReason, Request, RequestOutput, SamplingParams
 from server.front.loads import EXPECTED_OUTPUT_TOKENS, MoveCause
 from server.front.router import Assignment, Router
 from server.front.routers import ROUTERS
@@ -499,6 +500,20 @@ async def test_a_request_that_is_handed_over_elsewhere_is_expected_no_more() -> 
     hand_over(desk, "r")
     assert desk.rank_of("r") == 3 - expected_at
     assert desk.ranks.expected[-1] == (expected_at, "r", False)
+
+
+@in_loop
+async def test_a_request_whose_images_cannot_be_sent_fails_and_is_not_expected() -> None:
+    desk = role_desk(P, D)
+
+    def refuse(rank: int, request: Request, *, now_s: float) -> None:
+        raise ImageRowsError("their rows are too large")
+
+    desk.ranks.submit = refuse  # type: ignore[method-assign]
+    answer = desk.open("r", params=PARAMS, prompt_ids=tuple(LONG))
+    failure = answer.generations[0].failure
+    assert failure is not None and (failure.status, "too large" in failure.message) == (500, True)
+    assert desk.reasons() == [FinishReason.ERROR] and not desk.ranks.expected
 
 
 @in_loop

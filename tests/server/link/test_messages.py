@@ -5,6 +5,7 @@ import json
 import math
 import os
 from dataclasses import fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,7 @@ from server.link.messages import (
     decode,
     encode,
 )
+from server.link.ranks import Ranks
 from server.options.pools import Pool, Role
 
 ENTRY = Logprobs(5, -0.1 - 1e-17, [5, 6], [-0.5, float("-inf")], 1)
@@ -174,8 +176,8 @@ def test_placements_keep_their_digest_and_version() -> None:
     assert decode(encode(sent[2]))[:2] == (4, (0, 2))
 
 
-@pytest.mark.parametrize("has_files", [True, False])
-def test_images_travel_as_a_path_on_one_host_and_as_rows_to_another(has_files: bool) -> None:
+@pytest.mark.parametrize("with_rows", [False, True])
+def test_images_travel_as_a_path_on_one_host_and_as_rows_to_another(with_rows: bool) -> None:
     rows, digest = np.random.default_rng(0).standard_normal((2, 3, 4)).astype(np.float32), "ab" * 32
     descriptor = os.memfd_create("rows")
     path = f"/proc/{os.getpid()}/fd/{descriptor}"
@@ -184,17 +186,29 @@ def test_images_travel_as_a_path_on_one_host_and_as_rows_to_another(has_files: b
     request = Request(
         request_id="r", prompt_ids=(5, 9, 9, 9, 6), params=SamplingParams(max_tokens=1), arrival_s=0.0, images=(image,)
     )  # fmt: skip
-    content = encode(Submit.of(request, 0.0, has_files=has_files))
-    if not has_files:
+    content = encode(Submit.of(request, 0.0, with_rows=with_rows))
+    if with_rows:
         os.close(descriptor)
     back = decode(content).request_at(0.0)
     [arrived] = back.images
-    assert arrived._replace(rows=None) == image and (arrived.rows is None) == has_files
+    assert arrived._replace(rows=None) == image and (arrived.rows is not None) == with_rows
     [read] = read_rows(back.images, 4)
     np.testing.assert_array_equal(read.rows, rows, strict=True)
     assert back.key_ids == request.key_ids and back.prompt_ids == request.prompt_ids
-    if has_files:
+    if not with_rows:
         os.close(descriptor)
+
+
+def test_an_expected_request_carries_no_rows_of_images() -> None:
+    image = Image("ab" * 32, 1, 3, path="/nowhere")
+    request = Request(
+        request_id="r", prompt_ids=(5, 9, 9, 9), params=SamplingParams(max_tokens=1), arrival_s=0.0, images=(image,)
+    )  # fmt: skip
+    posted: list[Any] = []
+    ranks: Any = SimpleNamespace(post=lambda _rank, message: posted.append(message))
+    Ranks.expect(ranks, 1, request, now_s=0.0)
+    [message] = posted
+    assert message.submit.request.images == (image,), "its file was not opened"
 
 
 def test_arrays_keep_type_and_shape() -> None:
