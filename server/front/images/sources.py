@@ -30,10 +30,11 @@ MOST_REDIRECTS = 3
 _REDIRECTS = (301, 302, 303, 307, 308)
 _MOST_URL_CHARS = 8192
 _LONG = 1 << 20  # bytes; decoding or reading more takes milliseconds, so a thread does it
-_EMBEDDED = (
-    ipaddress.ip_network("64:ff9b::/96"),
-    ipaddress.ip_network("64:ff9b:1::/48"),
-)  # IPv4 behind NAT64
+_PUBLIC_IPV6 = ipaddress.IPv6Network("2000::/3")  # IANA assigns all public addresses from it
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")  # the last 32 bits are an IPv4 address
+# Refused although `ipaddress` calls them global: protocol assignments, and the address at which a machine of Azure reads its
+# own configuration ("What is IP address 168.63.129.16?", Microsoft).
+_RESERVED_IPV4 = (ipaddress.IPv4Network("192.0.0.0/24"), ipaddress.IPv4Network("168.63.129.16/32"))
 _TROUBLE = (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError, OSError)
 
 
@@ -191,13 +192,14 @@ def is_listed(host: str, allowed: Iterable[str]) -> bool:
 def is_public(address: str) -> bool:
     """Return whether an IP address belongs to the public internet, and so does the IPv4 address inside it."""
     found = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(found, ipaddress.IPv6Address):
-        inner = found.ipv4_mapped or found.sixtofour or (found.teredo[1] if found.teredo else None)
-        if inner is None and any(found in network for network in _EMBEDDED):
-            inner = ipaddress.IPv4Address(int(found) & 0xFFFF_FFFF)
-        if inner is not None and not is_public(str(inner)):
-            return False
-    return found.is_global and not found.is_multicast
+    if isinstance(found, ipaddress.IPv4Address):
+        is_reserved = found.is_multicast or any(found in network for network in _RESERVED_IPV4)
+        return found.is_global and not is_reserved
+    if found.ipv4_mapped or found in _NAT64:
+        return is_public(str(ipaddress.IPv4Address(int(found) & 0xFFFF_FFFF)))
+    if found.sixtofour and not is_public(str(found.sixtofour)):
+        return False
+    return found in _PUBLIC_IPV6 and found.is_global
 
 
 class CheckedBackend(httpcore.AsyncNetworkBackend):

@@ -142,13 +142,15 @@ def test_hosts_of_this_machine_are_refused(host: str, web: Web) -> None:
     [
         *("10.0.0.1", "172.16.3.4", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "224.0.0.1"),
         *("::", "::1", "fe80::1%eth0", "fd00::1", "::ffff:10.0.0.1", "64:ff9b::a00:1", "2002:a00:1::"),
+        *("fec0::1", "::10.0.0.1", "::ffff:0:10.0.0.1", "64:ff9b:1::808:808", "2001:0:a00:1::1", "ff0e::1", "5f00::1"),
+        *("192.0.0.192", "168.63.129.16", "::ffff:168.63.129.16", "240.0.0.1"),
     ],
 )
 def test_private_addresses_are_not_public(address: str) -> None:
     assert not is_public(address)
 
 
-@pytest.mark.parametrize("address", ["8.8.8.8", "2001:4860:4860::8888", "64:ff9b::808:808"])
+@pytest.mark.parametrize("address", ["8.8.8.8", "2001:4860:4860::8888", "64:ff9b::808:808", "2002:808:808::1"])
 def test_public_addresses_are_public(address: str) -> None:
     assert is_public(address)
 
