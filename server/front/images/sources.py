@@ -16,10 +16,11 @@ import ipaddress
 import os
 import socket
 import stat
+import string
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urljoin, urlsplit
+from urllib.parse import quote, unquote, urljoin, urlsplit, urlunsplit
 
 import httpcore
 
@@ -99,14 +100,15 @@ class ImageSources:
                 f"{where} is a file:// URL; the server accepts none (--allowed-local-media-path).", where
             )
         host, _, name = url[len("file://") :].partition("/")
-        path = os.path.realpath("/" + unquote(name).replace("\0", ""))
-        is_inside = os.path.commonpath((folder, path)) == folder
-        if not is_inside or host.lower() not in ("", "localhost") or not url.lower().startswith("file://"):
-            raise bad_request(f"{where} is outside the folder of --allowed-local-media-path.", where)
+        is_here = url.lower().startswith("file://") and host.lower() in ("", "localhost")
         try:
-            found = await asyncio.to_thread(_read_regular, Path(path), self._options.most_bytes + 1)
-        except OSError as error:
-            raise bad_request(f"{where} cannot be read: {error.strerror or error}.", where) from None
+            path = Path(os.path.realpath("/" + unquote(name)))
+            if not is_here or not path.is_relative_to(folder):
+                raise bad_request(f"{where} is outside the folder of --allowed-local-media-path.", where)
+            found = await asyncio.to_thread(_read_regular, path, self._options.most_bytes + 1)
+        except (OSError, ValueError) as error:  # ValueError: no file can have this name
+            reason = getattr(error, "strerror", None) or error
+            raise bad_request(f"{where} cannot be read: {reason}.", where) from None
         return self._checked(found, where)
 
     async def _fetch(self, url: str, where: str) -> bytes:
@@ -114,6 +116,7 @@ class ImageSources:
         try:
             async with asyncio.timeout(timeout_s):
                 for _ in range(MOST_REDIRECTS + 1):
+                    url = _as_ascii(url)
                     self._check_host(url, where)
                     found, url = await self._get(url, where)
                     if found is not None:
@@ -153,7 +156,7 @@ class ImageSources:
         async with self._pool.stream("GET", url, headers=headers, extensions=limits) as response:
             fields = {name.lower(): value for name, value in response.headers}
             if response.status in _REDIRECTS and b"location" in fields:
-                return None, urljoin(url, fields[b"location"].decode("ascii", "replace"))
+                return None, urljoin(url, fields[b"location"].decode("utf-8", "replace"))
             if response.status != 200:
                 raise bad_request(f"{where}: the image's server answered {response.status}.", where)
             if fields.get(b"content-encoding", b"identity") != b"identity":
@@ -233,6 +236,15 @@ class CheckedBackend(httpcore.AsyncNetworkBackend):
     async def sleep(self, seconds: float) -> None:
         """Pause."""
         await self._backend.sleep(seconds)
+
+
+def _as_ascii(url: str) -> str:
+    """Return a URL with the ASCII form of its host (IDNA) and percent signs for other characters, as browsers send it."""
+    if url.isascii():
+        return url
+    parts = urlsplit(url)
+    path, query = (quote(part, safe=string.punctuation) for part in (parts.path, parts.query))
+    return urlunsplit((parts.scheme, parts.netloc.encode("idna").decode(), path, query, ""))
 
 
 def _read_regular(path: Path, most_bytes: int) -> bytes:

@@ -113,6 +113,8 @@ def test_a_data_url_is_decoded() -> None:
         ("http://" + "a" * 9000, "more than 8192 characters"),
         ("http://user:secret@images.example/x.png", "must not contain a user name"),
         ("http://[::1", "cannot be fetched"),
+        ("http://images.example/\ud800", "cannot be fetched"),
+        ("http://\uff11\uff12\uff17.0.0.1/x.png", "is not public"),
         ("http:///x.png", "is not an http or https URL"),
     ],
 )
@@ -142,7 +144,15 @@ def test_hosts_of_this_machine_are_refused(host: str, web: Web) -> None:
     [
         *("10.0.0.1", "172.16.3.4", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "224.0.0.1"),
         *("::", "::1", "fe80::1%eth0", "fd00::1", "::ffff:10.0.0.1", "64:ff9b::a00:1", "2002:a00:1::"),
-        *("fec0::1", "::10.0.0.1", "::ffff:0:10.0.0.1", "64:ff9b:1::808:808", "2001:0:a00:1::1", "ff0e::1", "5f00::1"),
+        *(
+            "fec0::1",
+            "::10.0.0.1",
+            "::ffff:0:10.0.0.1",
+            "64:ff9b:1::808:808",
+            "2001:0:a00:1::1",
+            "ff0e::1",
+            "5f00::1",
+        ),
         *("192.0.0.192", "168.63.129.16", "::ffff:168.63.129.16", "240.0.0.1"),
     ],
 )
@@ -150,7 +160,9 @@ def test_private_addresses_are_not_public(address: str) -> None:
     assert not is_public(address)
 
 
-@pytest.mark.parametrize("address", ["8.8.8.8", "2001:4860:4860::8888", "64:ff9b::808:808", "2002:808:808::1"])
+@pytest.mark.parametrize(
+    "address", ["8.8.8.8", "2001:4860:4860::8888", "64:ff9b::808:808", "2002:808:808::1"]
+)
 def test_public_addresses_are_public(address: str) -> None:
     assert is_public(address)
 
@@ -173,6 +185,14 @@ def test_redirects_are_followed_a_few_times(web: Web) -> None:
     web.pages["/round"] = page(b"", 302, Location="/round")
     assert read(web.url("/moved"), **LOOPBACK) == PICTURE
     assert "more than 3 redirects" in refusal(web.url("/round"), **LOOPBACK)
+
+
+def test_a_url_may_have_any_characters(web: Web) -> None:
+    sent = "/b%C3%BCcher/%25?x=%C3%BC"
+    web.pages[sent] = page(PICTURE)
+    web.pages["/moved"] = page(b"", 302, Location="/b\u00fccher/%25?x=\u00fc".encode().decode("latin-1"))
+    assert read(web.url("/b\u00fccher/%25?x=\u00fc"), **LOOPBACK) == PICTURE
+    assert read(web.url("/moved"), **LOOPBACK) == PICTURE
 
 
 def test_a_redirect_to_a_file_is_refused(web: Web, tmp_path: Path) -> None:
@@ -281,7 +301,7 @@ def test_files_elsewhere_are_refused(tmp_path: Path) -> None:
     outside = (f"file://{secret}", f"file://{folder}/../secret", f"file://{folder}/%2e%2e/secret")
     for url in (*outside, f"file://{folder}/link", f"file://other{folder}/x", f"file:{folder}/x"):
         assert "is outside the folder" in refusal(url, local_path=str(folder))
-    for name in ("missing", "folder"):
+    for name in ("missing", "folder", "%00", "\ud800"):
         assert "cannot be read" in refusal(f"file://{folder}/{name}", local_path=str(folder))
 
 
