@@ -60,7 +60,8 @@ class Web:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.port = self._server.server_port
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        # The interval bounds the time to shut down.
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
 
     def url(self, path: str, host: str = "127.0.0.1") -> str:
         return f"http://{host}:{self.port}{path}"
