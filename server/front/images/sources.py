@@ -18,6 +18,8 @@ import socket
 import stat
 import string
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote, urljoin, urlsplit, urlunsplit
@@ -30,6 +32,8 @@ from server.options.images import ImageOptions
 MOST_REDIRECTS = 3
 _REDIRECTS = (301, 302, 303, 307, 308)
 _MOST_URL_CHARS = 8192
+_MOST_CONNECTIONS = 16
+_MOST_NAMES = 16  # that are resolved at once
 _LONG = 1 << 20  # bytes; decoding or reading more takes milliseconds, so a thread does it
 _PUBLIC_IPV6 = ipaddress.IPv6Network("2000::/3")  # IANA assigns all public addresses from it
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")  # the last 32 bits are an IPv4 address
@@ -48,9 +52,9 @@ class ImageSources:
 
     def __init__(self, options: ImageOptions) -> None:
         self._options = options
-        backend = CheckedBackend(options.allowed_domains)
+        self._backend = CheckedBackend(options.allowed_domains)
         self._pool = httpcore.AsyncConnectionPool(
-            network_backend=backend, max_connections=16, keepalive_expiry=5.0
+            network_backend=self._backend, max_connections=_MOST_CONNECTIONS, keepalive_expiry=5.0
         )
 
     async def read(self, url: str, where: str) -> bytes:
@@ -76,6 +80,7 @@ class ImageSources:
     async def close(self) -> None:
         """Close all connections."""
         await self._pool.aclose()
+        self._backend.close()
 
     async def _decode(self, url: str, where: str) -> bytes:
         head, comma, content = url.partition(",")
@@ -210,6 +215,8 @@ class CheckedBackend(httpcore.AsyncNetworkBackend):
 
     def __init__(self, allowed: Iterable[str] = ()) -> None:
         self._allowed = tuple(allowed)
+        # Name servers of clients may never answer. Such names must not hold the threads of the front's other work.
+        self._resolvers = ThreadPoolExecutor(_MOST_NAMES, "wideep-image-names")
         self._backend = httpcore.AnyIOBackend()
 
     async def connect_tcp(
@@ -221,7 +228,8 @@ class CheckedBackend(httpcore.AsyncNetworkBackend):
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore.AsyncNetworkStream:
         """Resolve a host, check its addresses and connect to one of them."""
-        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        resolve = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+        found = await asyncio.get_running_loop().run_in_executor(self._resolvers, resolve)
         addresses = list(dict.fromkeys(str(each[4][0]) for each in found))
         is_free = is_listed(host.lower().rstrip("."), self._allowed)
         if not is_free and not all(map(is_public, addresses)):
@@ -236,6 +244,10 @@ class CheckedBackend(httpcore.AsyncNetworkBackend):
     async def sleep(self, seconds: float) -> None:
         """Pause."""
         await self._backend.sleep(seconds)
+
+    def close(self) -> None:
+        """Resolve no more names."""
+        self._resolvers.shutdown(wait=False, cancel_futures=True)
 
 
 def _as_ascii(url: str) -> str:

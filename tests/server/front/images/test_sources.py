@@ -207,7 +207,7 @@ def test_a_name_that_changes_its_address_is_checked_at_the_connection(
     """DNS rebinding: the first answer is public, the second one is this machine."""
     answers = iter(["93.184.216.34", "127.0.0.1"])
 
-    async def resolve(_loop: Any, _host: str, port: int, **_how: Any) -> list[Any]:
+    def resolve(_host: str, port: int, **_how: Any) -> list[Any]:
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (next(answers), port))]
 
     connected: list[str] = []
@@ -217,11 +217,11 @@ def test_a_name_that_changes_its_address_is_checked_at_the_connection(
             connected.append(host)
             raise OSError("no network in tests")
 
-    monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", resolve)
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
 
     async def run() -> None:
         sources = ImageSources(ImageOptions())
-        sources._pool._network_backend._backend = Backend()  # type: ignore[attr-defined]
+        sources._backend._backend = Backend()  # type: ignore[assignment]
         with pytest.raises(ApiError, match="cannot be fetched"):
             await sources.read("http://images.example/x.png", WHERE)
         with pytest.raises(ApiError, match="is not public"):
@@ -229,6 +229,24 @@ def test_a_name_that_changes_its_address_is_checked_at_the_connection(
 
     asyncio.run(run())
     assert connected == ["93.184.216.34"], "the connection goes to the address that was checked"
+
+
+def test_names_that_never_resolve_do_not_hold_up_other_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    over = threading.Event()
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **_how: over.wait(20))
+
+    async def run() -> None:
+        sources = ImageSources(ImageOptions(fetch_timeout_s=0.05))
+        urls = [f"http://{number}.example/x.png" for number in range(64)]
+        found = await asyncio.gather(*(sources.read(url, WHERE) for url in urls), return_exceptions=True)
+        assert all(isinstance(each, ApiError) and "did not arrive" in each.message for each in found)
+        assert await asyncio.wait_for(asyncio.to_thread(lambda: "free"), 10) == "free"
+        await sources.close()
+
+    try:
+        asyncio.run(run())
+    finally:
+        over.set()
 
 
 @pytest.mark.parametrize(
