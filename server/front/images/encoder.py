@@ -18,6 +18,7 @@ import signal
 import weakref
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvcache.images import Image
@@ -82,6 +83,15 @@ class EncodedImage:
         return ids, ranges
 
 
+@dataclass(slots=True)
+class _Underway:
+    """An image that is being encoded, or waits for its turn."""
+
+    task: asyncio.Task[EncodedImage]
+    num_waiting: int = 0  # requests
+    has_begun: bool = False
+
+
 class EncoderCounts(NamedTuple):
     """Counters since the start."""
 
@@ -113,7 +123,7 @@ class Encoder:
         self.counts = EncoderCounts()
         self._cache: OrderedDict[str, EncodedImage] = OrderedDict()
         self._num_bytes = 0  # of the cache
-        self._underway: dict[str, asyncio.Task[EncodedImage]] = {}  # by digest
+        self._underway: dict[str, _Underway] = {}  # by digest
         self._room, self._num_waiting = asyncio.Semaphore(MOST_AT_ONCE), 0
         self._turn, self._starting = asyncio.Lock(), asyncio.Lock()
         self._numbers = itertools.count()
@@ -160,21 +170,29 @@ class Encoder:
             self._cache.move_to_end(digest)
             self.count(num_repeated=1)
             return known
-        task = self._underway.get(digest)
-        if task is not None:
+        underway = self._underway.get(digest)
+        if underway is not None:
             self.count(num_repeated=1)
         else:
-            task = self._underway[digest] = asyncio.create_task(self._encode(digest, content))
-            task.add_done_callback(lambda done: self._end(digest, done))
+            underway = self._underway[digest] = _Underway(asyncio.create_task(self._encode(digest, content)))
+            underway.task.add_done_callback(lambda done: self._end(digest, done))
+        underway.num_waiting += 1
         try:
-            return await asyncio.shield(task)  # other requests may wait for it
+            return await asyncio.shield(underway.task)  # other requests may wait for it
         except _Unusable as error:
             self.count(num_refused=1)
             raise bad_request(f"{where}: the image cannot be used: {error}.", where) from None
+        except asyncio.CancelledError:
+            if underway.num_waiting == 1 and not underway.has_begun:
+                underway.task.cancel()  # frees the image's bytes, because `room` counts them no more
+                self._underway.pop(digest, None)
+            raise
+        finally:
+            underway.num_waiting -= 1
 
     async def close(self) -> None:
         """End the process and drop the cache."""
-        tasks = [*self._underway.values()]
+        tasks = [each.task for each in self._underway.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -188,8 +206,10 @@ class Encoder:
         self.counts = self.counts._replace(**{name: counts[name] + value for name, value in more.items()})
 
     def _end(self, digest: str, task: "asyncio.Task[EncodedImage]") -> None:
+        if task.cancelled():
+            return
         del self._underway[digest]
-        if task.cancelled() or task.exception() is not None:
+        if task.exception() is not None:
             return
         image = task.result()
         self.count(num_encoded=1, **image.times_s)
@@ -203,6 +223,7 @@ class Encoder:
 
     async def _encode(self, digest: str, content: bytes) -> EncodedImage:
         async with self._turn:  # one image at a time, so that a dead process accuses the right one
+            self._underway[digest].has_begun = True
             process = await self._running()
             source = os.memfd_create("wideep-image", os.MFD_CLOEXEC)
             rows = os.memfd_create("wideep-image-rows", os.MFD_CLOEXEC)

@@ -191,6 +191,25 @@ def test_a_client_that_leaves_does_not_fail_another_one(tmp_path: Path) -> None:
     assert with_encoder(work, tmp_path / "log") == ["same"]
 
 
+def test_an_image_that_no_request_waits_for_is_dropped_before_its_turn(tmp_path: Path) -> None:
+    async def work(encoder: Encoder) -> None:
+        first = asyncio.create_task(encoder.encode(b"first", WHERE))
+        while not any(each.has_begun for each in encoder._underway.values()):
+            await asyncio.sleep(0)
+        leaving = [asyncio.create_task(encoder.encode(b"left", WHERE)) for _ in range(2)]
+        while sum(each.num_waiting for each in encoder._underway.values()) < 3:
+            await asyncio.sleep(0)
+        leaving[0].cancel()
+        await asyncio.gather(leaving[0], return_exceptions=True)
+        assert len(encoder._underway) == 2, "another request waits for it"
+        leaving[1].cancel()
+        again = asyncio.create_task(encoder.encode(b"again", WHERE))
+        assert [(await each).num_rows for each in (first, again)] == [5, 5]
+        assert not encoder._underway and (await encoder.encode(b"left", WHERE)).num_rows == 4
+
+    assert with_encoder(work, tmp_path / "log", cache_bytes=0) == ["first", "again", "left"]
+
+
 def test_too_many_waiting_images_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("server.front.images.encoder.MOST_WAITING", 2)
 
