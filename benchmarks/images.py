@@ -151,7 +151,9 @@ async def measure(url: str, rounds: int) -> tuple[list[SizeFigures], StreamFigur
 def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("model", nargs="?", help="directory of a model that sees; default: a random one")
+    parser.add_argument(
+        "model", nargs="?", help="directory of a model that takes images; default: a random one"
+    )
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--save", action="store_true")

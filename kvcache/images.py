@@ -48,10 +48,10 @@ class Image(NamedTuple):
     start: int  # first token of the range in the prompt
     length: int  # tokens and rows
     first: int = 0  # first row, if the image has several ranges
-    height: int = 0  # rows per column and per line; 0: positions count like those of text
+    height: int = 0  # rows per column and per line; 0 if positions count like those of text
     width: int = 0
     path: str = ""  # file of the rows on the front's host
-    rows: np.ndarray | None = None  # [L, all rows of the image, D] float32; None: still to be read
+    rows: np.ndarray | None = None  # [L, all rows of the image, D] float32. None means that they must be read first.
 
     @property
     def end(self) -> int:

@@ -34,10 +34,10 @@ class ImageFeatures(NamedTuple):
     """What a decoder takes in the places of an image's tokens."""
 
     rows_LND: Tensor  # float32: rows instead of embedded tokens; the others are added after the first layers
-    # Rows per column and per line, for positions on several axes. 0: the positions count the rows.
+    # Rows per column and per line, for positions on several axes. 0 if the positions count the rows.
     height: int = 0
     width: int = 0
-    line: int = 0  # rows per line, if a token follows each line (Pixtral); 0: the rows are consecutive
+    line: int = 0  # rows per line, if a token follows each line (Pixtral); 0 if the rows are consecutive
 
 
 class Tower:

@@ -12,7 +12,7 @@ from typing import Any
 
 from scheduler.policy.request import FinishReason, Structure
 from server.api.answer_json import usage_of
-from server.api.images import NO_IMAGES, image_parts, see
+from server.api.images import NO_IMAGES, encode_images, image_parts
 from server.api.parsers.deltas import ContentDelta, Delta, ReasoningDelta, TextParser, ToolCallDelta, merge
 from server.api.parsers.reader import decode_json
 from server.api.parsers.registry import Markup
@@ -180,17 +180,17 @@ class ChatTurn:
         refuse_unserved(body)
         tools = tool_use_of(body)
         structure = await _structure(body, model, tools)
-        prompt = await render_chat(body, model, tools, sees=True)
+        prompt = await render_chat(body, model, tools, takes_images=True)
         if structure is not None:
             bound = _markup_of(model, body).bound(prompt)
             prompt, structure = prompt + bound.prompt, replace(structure, after=bound.after)
         prompt_ids = await encode(
             prompt, model, add_special_tokens=bool(body.add_special_tokens), param="messages"
         )
-        seen = NO_IMAGES
+        images = NO_IMAGES
         if parts := [*image_parts([message.content for message in body.messages])]:
             assert model.images is not None, "render_chat refuses images for other models"
-            prompt_ids, seen = await see(prompt_ids, parts, model.images)
+            prompt_ids, images = await encode_images(prompt_ids, parts, model.images)
         request_id = request_id or f"chatcmpl-{uuid.uuid4().hex}"
         asks = asks_for(
             body,
@@ -200,7 +200,7 @@ class ChatTurn:
             structure=structure,
             patterns=await stop_patterns_of(body, model),
             cut_to_fit=cut_to_fit,
-            seen=seen,
+            images=images,
         )
         # A structure from the client does not allow calls.
         finds_calls = tools.choice == "auto" and structure is None

@@ -30,14 +30,14 @@ class ImagePart(NamedTuple):
     file_id: str = ""  # of an uploaded file, instead of a URL
 
 
-class SeenImages(NamedTuple):
+class PromptImages(NamedTuple):
     """The images of a prompt."""
 
     ranges: tuple[Image, ...] = ()
     files: tuple[EncodedImage, ...] = ()  # of their rows, which exist as long as these
 
 
-NO_IMAGES = SeenImages()
+NO_IMAGES = PromptImages()
 # Key of a part that another API's request became: the part's place in that request, for errors.
 FIELD = "wideep_field"
 NO_TOWER = "it has no image tower"  # why a model takes no images, unless another reason is given
@@ -81,9 +81,9 @@ def image_parts(contents: Sequence[Any]) -> Iterator[ImagePart]:
                 yield image_part(part, f"messages.{place}.content.{number}")
 
 
-async def see(
+async def encode_images(
     prompt_ids: Sequence[int], parts: Sequence[ImagePart], taken: ImageInput
-) -> tuple[list[int], SeenImages]:
+) -> tuple[list[int], PromptImages]:
     """Read and encode a prompt's images.
 
     Args:
@@ -127,7 +127,7 @@ async def see(
         more, places = next(waiting).placed(len(ids), token_id, taken.line_tokens)
         ids += more
         ranges += places
-    return ids, SeenImages(tuple(ranges), tuple(files))
+    return ids, PromptImages(tuple(ranges), tuple(files))
 
 
 async def _encoded(part: ImagePart, taken: ImageInput) -> EncodedImage:

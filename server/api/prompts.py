@@ -126,13 +126,13 @@ def _check_slices(text: str, model: ServedModel, param: str) -> None:
 
 
 async def render_chat(
-    body: ChatRequest, model: ServedModel, tools: ToolUse | None = None, *, sees: bool = False
+    body: ChatRequest, model: ServedModel, tools: ToolUse | None = None, *, takes_images: bool = False
 ) -> str:
     """Return a chat's rendered prompt. If it is long, a thread renders it.
 
     Args:
         tools: Result of `tool_use_of` for the body; None computes it.
-        sees: Whether images are accepted if the model takes them. The prompt then has one token for each.
+        takes_images: Whether images are accepted if the model takes them. The prompt then has one token for each.
 
     Raises:
         ApiError: 400 if a message or a tool is invalid, the template refuses it, or the chat exceeds the context.
@@ -144,14 +144,16 @@ async def render_chat(
     of_messages = [each for message in body.messages for each in (message.content, message.model_extra)]
     is_long = is_larger([*of_messages, body.tools, body.documents, body.chat_template_kwargs], LONG_TEXT)
     use = tools or tool_use_of(body)
-    return await model.run(lambda: _rendered(body, model, use, sees=sees), is_long=is_long)
+    return await model.run(lambda: _rendered(body, model, use, takes_images=takes_images), is_long=is_long)
 
 
-def _rendered(body: ChatRequest, model: ServedModel, tools: ToolUse, *, sees: bool) -> str:
+def _rendered(body: ChatRequest, model: ServedModel, tools: ToolUse, *, takes_images: bool) -> str:
     template = model.tokenizer.template
     refusal = ""
-    why_blind = model.why_blind if model.images is None else "" if sees else "only chats accept images"
-    given = template_messages(body.messages, why_blind)
+    why_no_images = (
+        model.why_no_images if model.images is None else "" if takes_images else "only chats accept images"
+    )
+    given = template_messages(body.messages, why_no_images)
     _check_length(sum(len(text_of(message.get("content"))) for message in given), model, "messages")
     for messages in _spellings(with_systems(given, template), model, tools):
         try:

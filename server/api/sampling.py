@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from scheduler.policy.request import Request, SamplingParams, Structure, TokenBias
-from server.api.images import NO_IMAGES, SeenImages
+from server.api.images import NO_IMAGES, PromptImages
 from server.api.schemas import (
     ALL,
     MAX_CHOICES,
@@ -44,7 +44,7 @@ def asks_for(
     structure: Structure | None,
     patterns: tuple[Pattern, ...] = (),
     cut_to_fit: bool = False,
-    seen: SeenImages = NO_IMAGES,
+    images: PromptImages = NO_IMAGES,
 ) -> list[Ask]:
     """Return n `Ask`s per prompt, in the order of the choices' indexes. If the answer is not streamed, only the first choice of
     each prompt requests the prompt's log-probabilities (`Answer.prompt_logprobs_of`).
@@ -57,12 +57,12 @@ def asks_for(
         structure: Structure of the answers, already checked (`api.structure`).
         patterns: Regexes that end answers (`structure.stop_patterns_of`).
         cut_to_fit: Reduce max_tokens to the space left in the context.
-        seen: Images of the only prompt.
+        images: Images of the only prompt.
 
     Raises:
         ApiError: 400, naming the field.
     """
-    if seen.ranges and body.truncate_prompt_tokens is not None:
+    if images.ranges and body.truncate_prompt_tokens is not None:
         raise _refusal("truncate_prompt_tokens", "cannot cut a prompt with images; leave it out")
     n, own, max_len = body.n or 1, body.own(), model.max_len()
     max_tokens = own.max_tokens
@@ -91,7 +91,7 @@ def asks_for(
                 params=replace(params, max_tokens=room, seed=(seed + choice) % 2**64),
                 arrival_s=0.0,
                 adapter="" if adapter is None else adapter.digest,
-                images=seen.ranges,
+                images=images.ranges,
                 **of_request,
             )
             asks.append(
@@ -102,7 +102,7 @@ def asks_for(
                     skip_special_tokens=body.skip_special_tokens is not False,
                     eos_ids=model.tokenizer.eos_ids,
                     patterns=patterns,
-                    images=seen.files,
+                    images=images.files,
                 )
             )
     return asks

@@ -39,7 +39,7 @@ class ServedModel:
     markup: Markup = Markup()  # noqa: RUF009 - frozen; the model's format for calls and reasoning
     adapters: Adapters | None = None  # None: the service has none
     images: ImageInput | None = None  # None: the model takes no images, because
-    why_blind: str = NO_TOWER
+    why_no_images: str = NO_TOWER
 
     def check_name(self, name: str | None) -> str:
         """Return the model name for the answer. None is the first served name.

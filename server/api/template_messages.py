@@ -30,16 +30,16 @@ MAX_DEPTH = 64  # levels of a call's arguments; templates write them recursively
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
-def template_messages(messages: Sequence[Message], why_blind: str = NO_TOWER) -> list[TemplateMessage]:
+def template_messages(messages: Sequence[Message], why_no_images: str = NO_TOWER) -> list[TemplateMessage]:
     """Return a chat's messages for the template. Content is a text, or a list of parts if there are several or an image.
 
     Args:
-        why_blind: Why images are refused; empty if they are accepted.
+        why_no_images: Why images are refused; empty if they are accepted.
 
     Raises:
         ApiError: 400, naming the message and the field.
     """
-    return [_template_message(place, message, why_blind) for place, message in enumerate(messages)]
+    return [_template_message(place, message, why_no_images) for place, message in enumerate(messages)]
 
 
 def text_of(content: Any) -> str:
@@ -115,12 +115,14 @@ def with_text_arguments(messages: Sequence[TemplateMessage]) -> list[TemplateMes
     ]
 
 
-def _template_message(place: int, message: Message, why_blind: str) -> TemplateMessage:
+def _template_message(place: int, message: Message, why_no_images: str) -> TemplateMessage:
     fields = message.model_dump(exclude_unset=True)
     content = message.content
     where = f"messages.{place}"
     if isinstance(content, list):
-        parts = [_part(f"{where}.content.{number}", part, why_blind) for number, part in enumerate(content)]
+        parts = [
+            _part(f"{where}.content.{number}", part, why_no_images) for number, part in enumerate(content)
+        ]
         fields["content"] = parts if len(parts) > 1 or _has_image(parts) else text_of(parts)
     elif content is not None and not isinstance(content, str):
         raise bad_request(f"{where}.content must be text or a list of text parts.", f"{where}.content")
@@ -138,29 +140,29 @@ def _template_message(place: int, message: Message, why_blind: str) -> TemplateM
     return fields
 
 
-def _part(where: str, part: Any, why_blind: str) -> dict[str, str]:
+def _part(where: str, part: Any, why_no_images: str) -> dict[str, str]:
     if not isinstance(part, dict) or not isinstance(part.get("type"), str):
         raise bad_request(f"{where} must be an object with a type.", where)
     kind: str = part["type"]
-    if kind in IMAGE_PARTS and not why_blind:
+    if kind in IMAGE_PARTS and not why_no_images:
         image_part(part, where)
         return {"type": "image"}
     if kind not in _TEXT_PARTS:
         where = place_of(part, where)
-        raise bad_request(f"{where} is of type {kind!r}; {_supported(kind, why_blind)}.", f"{where}.type")
+        raise bad_request(f"{where} is of type {kind!r}; {_supported(kind, why_no_images)}.", f"{where}.type")
     name = _TEXT_PARTS[kind]
     if not isinstance(part.get(name), str):
         raise bad_request(f"{where}.{name} must be a string.", f"{where}.{name}")
     return {"type": "text", "text": part[name]}
 
 
-def _supported(kind: str, why_blind: str) -> str:
+def _supported(kind: str, why_no_images: str) -> str:
     """Return what is supported instead of a part of this type."""
     if kind in IMAGE_PARTS:
-        return f"this model supports only text, because {why_blind}"
+        return f"this model supports only text, because {why_no_images}"
     if kind in OTHER_MEDIA:
         return f"{OTHER_MEDIA[kind]} is not supported"
-    return "this model supports only text" if why_blind else "this model supports text and images"
+    return "this model supports only text" if why_no_images else "this model supports text and images"
 
 
 def _calls(calls: Any, where: str) -> list[dict[str, Any]]:

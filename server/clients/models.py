@@ -8,7 +8,7 @@ import transformers
 from transformers.utils import logging
 
 from moe.survey import SupportStatus, Verdict, moe_types, survey
-from server.front.images.seeing import SEEING, WHY_NOT
+from server.front.images.seeing import IMAGE_TYPES, WHY_NOT
 from server.options.reading import nearest
 
 
@@ -16,7 +16,7 @@ def _about_images(verdict: Verdict) -> str:
     """Return whether a model with an image tower takes images; empty for a model without one."""
     if verdict.status is not SupportStatus.TEXT_PART:
         return ""
-    if verdict.model_type in SEEING:
+    if verdict.model_type in IMAGE_TYPES:
         return "and images"
     return f"no images: {WHY_NOT.get(verdict.model_type, 'this type was not checked with images')}"
 

@@ -50,7 +50,7 @@ from server.front.events import EventLog
 from server.front.generations import Ask
 from server.front.images.encoder import Encoder, LineTokens
 from server.front.images.input import ImageInput
-from server.front.images.seeing import LINE_TOKENS, Sight, sight_of
+from server.front.images.seeing import LINE_TOKENS, ImageSupport, image_support_of
 from server.front.images.sources import ImageSources
 from server.front.journal import Journal
 from server.front.membership import Epochs, Phase
@@ -724,11 +724,9 @@ def _served_model(
     options: Options, tokenizer: Tokenizer, ranks: Ranks, adapters: Adapters, files: FileStore | None
 ) -> ServedModel:
     warn_of_unknown_calls(options, tokenizer.template)
-    sight = sight_of(Path(options.model), device=options.device)
-    if sight.sees and sight.has_lines and not set(LINE_TOKENS) <= tokenizer.special_ids.keys():
-        sight = sight._replace(why_not=f"its tokenizer lacks {' or '.join(LINE_TOKENS)}")
+    support = image_support_of(Path(options.model), tokenizer.special_ids, device=options.device)
     if options.images.is_off:
-        sight = sight._replace(why_not="the server was started with --language-model-only")
+        support = support._replace(why_not="the server was started with --language-model-only")
     return ServedModel(
         names=options.served_model_names,
         adapters=adapters,
@@ -742,15 +740,17 @@ def _served_model(
         max_len=_max_len(options, tokenizer, ranks),
         created=int(time.time()),
         structures=StructureChecks(tokenizer.vocabulary),
-        images=_image_input(options, sight, tokenizer, files) if sight.sees else None,
-        why_blind=sight.why_not,
+        images=None if support.why_not else _image_input(options, support, tokenizer, files),
+        why_no_images=support.why_not,
         markup=markup_of(
             tokenizer.template.text, tools=options.tool_call_parser, reasoning=options.reasoning_parser
         ),
     )
 
 
-def _image_input(options: Options, sight: Sight, tokenizer: Tokenizer, files: FileStore | None) -> ImageInput:
+def _image_input(
+    options: Options, support: ImageSupport, tokenizer: Tokenizer, files: FileStore | None
+) -> ImageInput:
     images = options.images
 
     async def read_file(file_id: str, where: str) -> bytes:
@@ -768,9 +768,9 @@ def _image_input(options: Options, sight: Sight, tokenizer: Tokenizer, files: Fi
 
     encoder = Encoder(options.model, most_pixels=images.most_pixels, cache_bytes=images.cache_bytes)
     special = tokenizer.special_ids
-    line_tokens = LineTokens(*(special[token] for token in LINE_TOKENS)) if sight.has_lines else None
+    line_tokens = LineTokens(*(special[token] for token in LINE_TOKENS)) if support.has_lines else None
     return ImageInput(
-        sight.token_id, images.most_images, ImageSources(images), encoder, read_file, line_tokens
+        support.token_id, images.most_images, ImageSources(images), encoder, read_file, line_tokens
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from server.api.images import ImagePart, SeenImages, image_part, image_parts, see
+from server.api.images import ImagePart, PromptImages, encode_images, image_part, image_parts
 from server.api.schemas import Message
 from server.api.template_messages import template_messages, text_of
 from server.front.errors import ApiError
@@ -48,7 +48,7 @@ class Rows:
         return EncodedImage(os.memfd_create("rows"), content.hex(), {**size, **times})
 
 
-def seen(prompt_ids: Sequence[int], urls: Sequence[str], most: int = 4) -> tuple[list[int], SeenImages]:
+def seen(prompt_ids: Sequence[int], urls: Sequence[str], most: int = 4) -> tuple[list[int], PromptImages]:
     """See images at these URLs."""
     parts = [ImagePart(f"messages.0.content.{number}", url) for number, url in enumerate(urls)]
 
@@ -56,7 +56,7 @@ def seen(prompt_ids: Sequence[int], urls: Sequence[str], most: int = 4) -> tuple
         return file_id.encode()
 
     taken = ImageInput(MARK, most, Sources(), Rows(), read_file)  # type: ignore[arg-type]
-    return asyncio.run(see(prompt_ids, parts, taken))
+    return asyncio.run(encode_images(prompt_ids, parts, taken))
 
 
 def test_each_image_gets_one_token_per_row_in_order() -> None:
@@ -140,7 +140,7 @@ def test_the_template_gets_images_as_parts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "why_blind", "reason"),
+    ("kind", "why_no_images", "reason"),
     [
         ("image_url", "it is late", "'image_url'; this model supports only text, because it is late"),
         ("video_url", "", "'video_url'; video is not supported"),
@@ -150,9 +150,9 @@ def test_the_template_gets_images_as_parts() -> None:
         ("file", "it is late", "'file'; this model supports only text"),
     ],
 )
-def test_other_media_are_refused_by_name(kind: str, why_blind: str, reason: str) -> None:
+def test_other_media_are_refused_by_name(kind: str, why_no_images: str, reason: str) -> None:
     with pytest.raises(ApiError, match=reason) as caught:
-        template_messages(chat({"type": kind, kind: {"url": "x"}}), why_blind)
+        template_messages(chat({"type": kind, kind: {"url": "x"}}), why_no_images)
     assert caught.value.param == "messages.0.content.0.type"
 
 

@@ -1,4 +1,4 @@
-"""Tiny seeded checkpoints of models that see, and prompts with images for them and for `transformers`' whole model.
+"""Tiny seeded checkpoints of models that take images, and prompts with images for them and for `transformers`' whole model.
 
 Images are random pixels, already in patches, as an image processor returns them.
 """

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from server.front.images.seeing import sight_of
+from server.front.images.seeing import LINE_TOKENS, image_support_of
 
-SEES = {"model_type": "qwen3_vl_moe", "vision_config": {}, "image_token_id": 7}
+CONFIG = {"model_type": "qwen3_vl_moe", "vision_config": {}, "image_token_id": 7}
 
 
 def written(directory: Path, config: Any, *, has_processor: bool = True) -> Path:
@@ -30,9 +30,8 @@ def pillow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("pillow")
-def test_a_checked_family_sees(tmp_path: Path) -> None:
-    sight = sight_of(written(tmp_path, SEES))
-    assert sight.sees and sight.token_id == 7
+def test_a_checked_family_takes_images(tmp_path: Path) -> None:
+    assert image_support_of(written(tmp_path, CONFIG)) == (7, "", False)
 
 
 @pytest.mark.usefixtures("pillow")
@@ -48,30 +47,37 @@ def test_a_checked_family_sees(tmp_path: Path) -> None:
         ({"image_token_id": None}, "no image_token_id"),
     ],
 )
-def test_other_models_do_not_see(change: dict[str, Any], reason: str, tmp_path: Path) -> None:
-    assert reason in sight_of(written(tmp_path, {**SEES, **change})).why_not
+def test_other_models_take_no_images(change: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    assert reason in image_support_of(written(tmp_path, {**CONFIG, **change})).why_not
 
 
 @pytest.mark.usefixtures("pillow")
 def test_a_token_may_have_its_older_name_and_lines(tmp_path: Path) -> None:
     config = {"model_type": "mistral3", "vision_config": {}, "image_token_index": 8}
-    assert sight_of(written(tmp_path, config)) == (8, "", True)
+    directory = written(tmp_path, config)
+    assert image_support_of(directory, LINE_TOKENS) == (8, "", True)
+    assert (
+        image_support_of(directory, LINE_TOKENS[:1]).why_not == "its tokenizer lacks [IMG_BREAK] or [IMG_END]"
+    )
 
 
 @pytest.mark.usefixtures("pillow")
-def test_a_directory_without_a_processor_does_not_see(tmp_path: Path) -> None:
-    assert "no preprocessor_config.json" in sight_of(written(tmp_path, SEES, has_processor=False)).why_not
+def test_a_directory_without_a_processor_takes_no_images(tmp_path: Path) -> None:
+    assert (
+        "no preprocessor_config.json"
+        in image_support_of(written(tmp_path, CONFIG, has_processor=False)).why_not
+    )
 
 
 @pytest.mark.usefixtures("pillow")
-def test_a_gpu_does_not_see(tmp_path: Path) -> None:
-    assert "--device cpu only" in sight_of(written(tmp_path, SEES), device="cuda").why_not
+def test_a_gpu_takes_no_images(tmp_path: Path) -> None:
+    assert "--device cpu only" in image_support_of(written(tmp_path, CONFIG), device="cuda").why_not
 
 
-def test_without_pillow_nothing_sees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pillow_no_model_takes_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
-    assert "Pillow is not installed" in sight_of(written(tmp_path, SEES)).why_not
+    assert "Pillow is not installed" in image_support_of(written(tmp_path, CONFIG)).why_not
 
 
-def test_a_directory_without_a_configuration_does_not_see(tmp_path: Path) -> None:
-    assert "cannot be read" in sight_of(tmp_path).why_not
+def test_a_directory_without_a_configuration_takes_no_images(tmp_path: Path) -> None:
+    assert "cannot be read" in image_support_of(tmp_path).why_not
