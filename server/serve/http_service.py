@@ -764,7 +764,7 @@ def _image_input(
             raise bad_request(
                 f"{where}: the file has more than {images.most_bytes} bytes (--max-image-bytes).", where
             )
-        return await asyncio.to_thread(files.path_of(found.id).read_bytes)
+        return await files.content_of(found, where)
 
     encoder = Encoder(options.model, most_pixels=images.most_pixels, cache_bytes=images.cache_bytes)
     special = tokenizer.special_ids

@@ -211,8 +211,19 @@ class FileStore:
         """
         found = self._files.get(file_id)
         if found is None or found.owner != owner or self._is_over(found):
-            raise ApiError(404, f"No such File object: {file_id}.", param=param)
+            raise _missing(file_id, param)
         return found
+
+    async def content_of(self, file: StoredFile, param: str = "file_id") -> bytes:
+        """Return a file's content.
+
+        Raises:
+            ApiError: 404, naming `param`, if it has been deleted since it was found.
+        """
+        try:
+            return await asyncio.to_thread(self.path_of(file.id).read_bytes)
+        except FileNotFoundError:
+            raise _missing(file.id, param) from None
 
     def path_of(self, file_id: str) -> Path:
         """Return the path of a file's content."""
@@ -297,6 +308,10 @@ class FileStore:
             lent.unlink(missing_ok=True)
         for ending in (_ABOUT, _CONTENT):
             (self.directory / (file_id + ending)).unlink(missing_ok=True)
+
+
+def _missing(file_id: str, param: str) -> ApiError:
+    return ApiError(404, f"No such File object: {file_id}.", param=param)
 
 
 def _make_private(directory: Path) -> None:

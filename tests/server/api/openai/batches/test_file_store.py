@@ -170,6 +170,16 @@ def test_what_has_no_room_is_refused_and_deleting_makes_some(tmp_path: Path) -> 
         add(files)
 
 
+def test_a_file_that_is_deleted_before_it_is_read_does_not_exist(tmp_path: Path) -> None:
+    files = store(tmp_path / "files")
+    kept, deleted = add(files, b"content"), add(files)
+    files.delete(deleted)
+    assert asyncio.run(files.content_of(kept)) == b"content"
+    with pytest.raises(ApiError, match="No such File object") as caught:
+        asyncio.run(files.content_of(deleted, "messages.0"))
+    assert (caught.value.status, caught.value.param) == (404, "messages.0")
+
+
 def test_files_go_when_they_are_too_old_but_for_those_that_a_batch_reads(tmp_path: Path) -> None:
     now_s = 1000.0
     files = store(tmp_path, clock=lambda: now_s)
