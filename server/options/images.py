@@ -19,6 +19,7 @@ from server.options.flag import (
 )
 
 IMAGES = Group("images", "the front")
+MOST_IMAGES = 16
 _FETCH_S = number(lambda seconds: 0 < seconds <= 600, "above 0 and at most 600 seconds")
 
 
@@ -48,17 +49,15 @@ def _most_images(name: str, given: Any) -> int:
     shown = f"{name} is {given!r}"
     if not isinstance(limits, dict):
         raise OptionsError(f"""{shown}; give a JSON object such as '{{"image": 4}}'""")
-    for kind, limit in limits.items():
-        count = limit.get("count", 0) if isinstance(limit, dict) else limit
+    counts = {
+        kind: limit.get("count", 0) if isinstance(limit, dict) else limit for kind, limit in limits.items()
+    }
+    for kind, count in counts.items():
         if kind not in ("image", "video", "audio") or not isinstance(count, int) or count < 0:
             raise OptionsError(f"""{shown}; give a number of images, such as '{{"image": 4}}'""")
         if kind != "image" and count:
             raise OptionsError(f"{shown}; {kind} is not supported: set it to 0 or leave it out")
-    count = limits.get("image", MOST_IMAGES)
-    return int(count.get("count", 0) if isinstance(count, dict) else count)
-
-
-MOST_IMAGES = 16
+    return int(counts.get("image", MOST_IMAGES))
 
 
 @dataclass(frozen=True, kw_only=True)
