@@ -99,3 +99,10 @@ class ImageOptions:
         help="host memory for the encoded form of recent images, so that a repeated image is not encoded again; a plain number "
         "counts GiB, as in vLLM; 0 disables it",
     )  # fmt: skip
+
+    @property
+    def why_off(self) -> str:
+        """Why the operator refuses images, in a form that follows "because"; empty if images are accepted."""
+        if self.is_off:
+            return "the server was started with --language-model-only"
+        return "" if self.most_images else "the server was started with --limit-mm-per-prompt and 0 images"

@@ -725,8 +725,8 @@ def _served_model(
 ) -> ServedModel:
     warn_of_unknown_calls(options, tokenizer.template)
     support = image_support_of(Path(options.model), tokenizer.special_ids, device=options.device)
-    if options.images.is_off:
-        support = support._replace(why_not="the server was started with --language-model-only")
+    if options.images.why_off:
+        support = support._replace(why_not=options.images.why_off)
     return ServedModel(
         names=options.served_model_names,
         adapters=adapters,

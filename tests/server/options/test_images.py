@@ -64,6 +64,18 @@ def test_hosts_are_a_list_and_the_folder_is_a_real_path(tmp_path: Path) -> None:
     assert options.local_path == os.path.realpath(tmp_path) and options.is_off
 
 
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ((), ""),
+        (("--limit-mm-per-prompt", '{"image": 0}'), "--limit-mm-per-prompt and 0 images"),
+        (("--language-model-only",), "--language-model-only"),
+    ],
+)
+def test_an_operator_can_refuse_images(words: tuple[str, ...], reason: str) -> None:
+    assert given(*words).why_off == (f"the server was started with {reason}" if reason else "")
+
+
 def test_a_cache_counts_gib_without_a_unit() -> None:
     assert given("--mm-processor-cache-gb", "2").cache_bytes == 2 << 30
     assert given("--image-cache-size", "64M").cache_bytes == 64 << 20
