@@ -1,5 +1,6 @@
 """Picture files of every kind become the same RGB pixels, and damaged or hostile ones are refused."""
 
+import resource
 import struct
 import zlib
 from io import BytesIO
@@ -127,3 +128,23 @@ def test_a_chunk_that_expands_is_refused_or_ignored() -> None:
     plain = png_of(1, 1, b"\0\xff\0\0")
     with pytest.raises(UnusableImageError, match="damaged"):
         open_picture(plain[:33] + chunk + plain[33:], MOST_PIXELS)
+
+
+def tiled_tiff(side: int, tile_side: int) -> bytes:
+    """Return a black TIFF of one byte per pixel with one tile."""
+    packed = zlib.compress(bytes(tile_side**2), 1)
+    fields = {
+        256: side, 257: side, 258: 8, 259: 8, 262: 1, 277: 1, 322: tile_side, 323: tile_side, 324: 0, 325: len(packed)
+    }  # fmt: skip
+    fields[324] = 8 + 2 + 12 * len(fields) + 4
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in fields.items())
+    return b"II*\0" + struct.pack("<IH", 8, len(fields)) + entries + bytes(4) + packed
+
+
+def test_a_tile_that_is_larger_than_its_image_is_refused() -> None:
+    """256 MB in one tile of an image of 16 x 16 pixels."""
+    assert pixels(tiled_tiff(16, 16)).shape == (16, 16, 3)
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with pytest.raises(UnusableImageError):
+        open_picture(tiled_tiff(16, 16_000), MOST_PIXELS)
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
