@@ -24,13 +24,19 @@ _FETCH_S = number(lambda seconds: 0 < seconds <= 600, "above 0 and at most 600 s
 
 
 def _domains(name: str, given: Any) -> tuple[str, ...]:
-    domains = texts(name, given)
-    for domain in domains:
-        if not domain or set(domain) & set("/ @"):
-            raise OptionsError(
-                f"{name} has {domain!r}; give host names such as images.example, *.example or 10.0.0.7"
-            )
-    return tuple(domain.lower() for domain in domains)
+    return tuple(_domain(name, each) for each in texts(name, given))
+
+
+def _domain(name: str, given: str) -> str:
+    try:
+        host = given.encode("idna").decode().lower()  # as the front compares it
+    except UnicodeError:
+        host = ""
+    if not host or set(host) & set("/ @"):
+        raise OptionsError(
+            f"{name} has {given!r}; give host names such as images.example, *.example or 10.0.0.7"
+        )
+    return host
 
 
 def _folder(name: str, given: Any) -> str:

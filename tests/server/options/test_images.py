@@ -43,6 +43,7 @@ def test_the_number_of_images_has_vllm_s_forms(limits: str, most: int) -> None:
         (("--limit-mm-per-prompt", "4"), "give a JSON object"),
         (("--limit-mm-per-prompt", "{"), "give a JSON object"),
         (("--allowed-media-domains", "https://images.example"), "give host names"),
+        (("--allowed-media-domains", "a..example"), "give host names"),
         (("--allowed-local-media-path", "/no/such/folder"), "is not a folder"),
         (("--image-fetch-timeout", "0"), "above 0"),
         (("--max-image-pixels", "0"), "at least 1"),
@@ -57,10 +58,10 @@ def test_other_values_are_refused(words: tuple[str, ...], reason: str) -> None:
 def test_hosts_are_a_list_and_the_folder_is_a_real_path(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     options = given(
-        *("--allowed-media-domains", "Images.example", "*.example"),
+        *("--allowed-media-domains", "Images.example", "*.b\u00fccher.example"),
         *("--allowed-local-media-path", str(tmp_path / "link"), "--language-model-only"),
     )
-    assert options.allowed_domains == ("images.example", "*.example")
+    assert options.allowed_domains == ("images.example", "*.xn--bcher-kva.example")
     assert options.local_path == os.path.realpath(tmp_path) and options.is_off
 
 
