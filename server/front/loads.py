@@ -97,7 +97,7 @@ class PoolLoad(NamedTuple):
     kv_usage: float  # share of the KV blocks in use, 0 to 1
 
 
-class LoadCounts(NamedTuple):
+class RankCounts(NamedTuple):
     """The requests at the ranks: [ranks] int64 each."""
 
     outstanding: np.ndarray  # tokens that the rank still has to run
@@ -110,10 +110,10 @@ class LoadCounts(NamedTuple):
 class SharedLoads(Protocol):
     """The counts of several fronts, implemented by `server.front.several.board.Board`."""
 
-    own_loads: LoadCounts  # of this front, changed in place
+    own_loads: RankCounts  # of this front, changed in place
     prefixes: PrefixMemory
 
-    def loads(self) -> LoadCounts:
+    def loads(self) -> RankCounts:
         """Return the sums over all fronts."""
 
     def rank_of_session(self, session: str) -> int | None:
@@ -129,7 +129,7 @@ class RankLoads:
     def __init__(self, num_ranks: int, *, shared: SharedLoads | None = None) -> None:
         """`shared` has the counts of all fronts; None if this is the only one."""
         assert num_ranks >= 1, "a service has at least one rank"
-        own = LoadCounts(*np.zeros((len(LoadCounts._fields), num_ranks), dtype=np.int64))
+        own = RankCounts(*np.zeros((len(RankCounts._fields), num_ranks), dtype=np.int64))
         self._shared, self._own = shared, own if shared is None else shared.own_loads
         self._outstanding, self._num_admitted, self._num_open, self._num_coming, self._prompt_tokens = (
             self._own
@@ -159,7 +159,7 @@ class RankLoads:
         if added <= 0:
             return
         assert self._shared is None, "several fronts share counts of a fixed size"
-        self._own = LoadCounts(*(np.pad(counts, (0, added)) for counts in self._own))
+        self._own = RankCounts(*(np.pad(counts, (0, added)) for counts in self._own))
         self._outstanding, self._num_admitted, self._num_open, self._num_coming, self._prompt_tokens = (
             self._own
         )
@@ -177,7 +177,7 @@ class RankLoads:
         """Tokens that each rank still has to run for this front's requests."""
         return tuple(self._outstanding.tolist())
 
-    def _totals(self) -> LoadCounts:
+    def _totals(self) -> RankCounts:
         """Return the counts of all fronts. Do not change them."""
         return self._own if self._shared is None else self._shared.loads()
 

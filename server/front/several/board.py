@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from server.front.loads import LoadCounts
+from server.front.loads import RankCounts
 from server.front.prefixes import PrefixMemory
 from server.front.several.shared_prefixes import SharedPrefixes, shared_numbers
 
@@ -38,7 +38,7 @@ class Cell(IntEnum):
     NUM_CUT_OFF = 8  # choices that earlier processes of this front had open when they were killed
 
 
-_SECTIONS = LoadCounts._fields
+_SECTIONS = RankCounts._fields
 _VERSION = 0  # cell of the first row, which belongs to no front
 
 
@@ -64,7 +64,7 @@ class Board:
         # A digest and a rank for each place.
         self._sessions = shared_numbers(path.with_name("sessions"), _NUM_SESSIONS, 2)
         # This front's share of the ranks' loads, which it changes in place.
-        self.own_loads = LoadCounts(*self._all_loads[number].reshape(len(_SECTIONS), num_ranks))
+        self.own_loads = RankCounts(*self._all_loads[number].reshape(len(_SECTIONS), num_ranks))
 
     def begin(self) -> int:
         """Take over this front's row. Returns the number of choices that a killed process of this front had open."""
@@ -100,9 +100,9 @@ class Board:
         """Return a number's sum over the other fronts."""
         return self.total(cell) - int(self._own[cell])
 
-    def loads(self) -> LoadCounts:
+    def loads(self) -> RankCounts:
         """Return the ranks' loads, summed over all fronts."""
-        return LoadCounts(*self._all_loads.sum(axis=0).reshape(len(_SECTIONS), self._num_ranks))
+        return RankCounts(*self._all_loads.sum(axis=0).reshape(len(_SECTIONS), self._num_ranks))
 
     @property
     def num_open(self) -> int:
