@@ -35,8 +35,8 @@ class ChatPiece(NamedTuple):
     is_reasoning: bool = False
 
 
-class Pace(NamedTuple):
-    """The pace of an answer."""
+class AnswerSpeed(NamedTuple):
+    """The speed of an answer."""
 
     num_tokens: int
     first_s: float  # time to the first token
@@ -83,7 +83,7 @@ class ChatClient:
         self._extra = {} if temperature is None else {"temperature": temperature}
         self.messages: list[dict[str, str]] = [*self._opening]
         self.model = model or ""
-        self.speed: Pace | None = None  # of the last complete answer
+        self.speed: AnswerSpeed | None = None  # of the last complete answer
 
     def open(self) -> None:
         """Find the name of the served model, or check that the requested one is served.
@@ -134,7 +134,9 @@ class ChatClient:
                     first_s = first_s or self._clock()
                     yield piece
                 if first_s is not None and (usage := chunk.get("usage")):
-                    self.speed = Pace(usage["completion_tokens"], first_s - begun_s, self._clock() - first_s)
+                    self.speed = AnswerSpeed(
+                        usage["completion_tokens"], first_s - begun_s, self._clock() - first_s
+                    )
 
 
 def run_chat(args: argparse.Namespace, *, environment: Mapping[str, str] = os.environ) -> int:

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from server.cli import build_parser
-from server.clients.chat import ChatClient, ChatPiece, Pace, run_chat
+from server.clients.chat import AnswerSpeed, ChatClient, ChatPiece, run_chat
 from server.http.client import ServiceClient, ServiceError
 from tests.support.service.front_process import ROOT, TIMEOUT_S, FrontProcess
 
@@ -138,7 +138,7 @@ def test_reasoning_is_told_from_the_answer_and_not_remembered() -> None:
     client.open()
     assert list(client.ask("?")) == [ChatPiece("Hm.", is_reasoning=True), ChatPiece("Yes.")]
     assert client.messages[-1] == {"role": "assistant", "content": "Yes."}
-    assert client.speed == Pace(num_tokens=5, first_s=1.0, rest_s=1.0)
+    assert client.speed == AnswerSpeed(num_tokens=5, first_s=1.0, rest_s=1.0)
     assert client.speed.in_words() == "(5 tokens, 4.0 tokens/s, first token after 1.00 s)"
 
 
