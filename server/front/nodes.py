@@ -60,13 +60,8 @@ class Nodes:
         self._num_restarts: dict[int, int] = defaultdict(int)  # by rank: the largest number seen
         self._given: dict[str, tuple[tuple[int, ...], float]] = {}  # by new node: its ranks, and since when
 
-    def restore(self, pool: Pool) -> None:
-        """Add a pool that joined while an earlier front served."""
-        self._pools[pool.name] = pool
-        self._world_sizes[pool.name] = pool.ranks.stop
-
-    def resize(self, pool: Pool) -> None:
-        """Change the number of ranks of the only pool."""
+    def put(self, pool: Pool) -> None:
+        """Add a pool that has joined, or change the number of ranks of the only one."""
         self._pools[pool.name] = pool
         self._world_sizes[pool.name] = pool.ranks.stop
 
@@ -75,7 +70,7 @@ class Nodes:
         pool = next((each for each in self._announced.values() if rank in each.ranks), None)
         if pool is not None:
             del self._announced[pool.name]
-            self.restore(pool)
+            self.put(pool)
         return pool
 
     def world_size_of(self, rank: int) -> int | None:

@@ -245,7 +245,7 @@ class _Front:
         self._http, self._ending, self._joined = http, ending, joined
         self._nodes = Nodes([each.pool for each in http.pools])
         for pool in joined.pools:  # while an earlier front served
-            self._nodes.restore(pool)
+            self._nodes.put(pool)
             http.add_pool(pool)
         self._pools = {rank: pool for pool in http.pools for rank in pool.pool.ranks}  # by rank
         self._fatal: str | None = None
@@ -267,7 +267,7 @@ class _Front:
 
     def _on_size(self, num_ranks: int, most: int) -> None:
         """Follow a resize. `most`: ranks that may attach."""
-        self._nodes.resize(self._http.pools[0].pool)
+        self._nodes.put(self._http.pools[0].pool)
         # Ranks that have left stay here: their last messages may still arrive.
         self._pools |= dict.fromkeys(range(most), self._http.pools[0])
 

@@ -152,7 +152,7 @@ def test_a_node_without_a_pool_takes_the_place_of_a_lost_node_of_any() -> None:
 
 def test_a_restarted_front_knows_the_pools_that_had_joined() -> None:
     nodes = Nodes([PREFILL])
-    nodes.restore(Pool("decode", Role.DECODE, 2, 2))
+    nodes.put(Pool("decode", Role.DECODE, 2, 2))
     assert nodes.world_size_of(3) == 4
     assert nodes.claim(wants("again"), {2: 7.0, 3: 7.0}, 9.0).rank == 2
 
