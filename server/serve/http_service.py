@@ -4,19 +4,13 @@ The front (`front_main`) binds its sockets, then imports this module by name, wi
 """
 
 import asyncio
-import contextlib
 import json
 import logging
-import math
 import os
-import resource
 import socket
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-import uvicorn
 from fastapi import APIRouter
 from starlette.types import ASGIApp
 
@@ -31,8 +25,6 @@ from server.api.openai.chat import chat_routes
 from server.api.openai.completions import completion_routes
 from server.api.openai.responses.left_runs import LeftRuns
 from server.api.openai.responses.routes import new_response_id, responses_routes
-from server.api.parsers.registry import markup_of, shows_known_calls
-from server.api.served import ServedModel
 from server.api.sglang.generate import generate_routes
 from server.api.sglang.service_routes import service_routes
 from server.api.tokenize import tokenize_routes
@@ -48,10 +40,6 @@ from server.front.admission import Admission
 from server.front.errors import ApiError, bad_request, draining
 from server.front.events import EventLog
 from server.front.generations import Ask
-from server.front.images.encoder import Encoder, LineTokens
-from server.front.images.input import ImageInput
-from server.front.images.seeing import LINE_TOKENS, ImageSupport, image_support_of
-from server.front.images.sources import ImageSources
 from server.front.journal import Journal
 from server.front.membership import Epochs, Phase
 from server.front.moves import Moves
@@ -64,22 +52,19 @@ from server.front.routers import ROUTERS
 from server.front.several.seat import Seat
 from server.front.several.service_state import ServiceState
 from server.front.sleep_mode import SleepMode
-from server.front.structure.structure_checks import StructureChecks
-from server.front.tokenizer import TemplateFacts, Tokenizer
+from server.front.tokenizer import Tokenizer
 from server.front.weights.group import WeightGroup
 from server.front.weights.updates import WeightUpdates
 from server.http.adapter_routes import AdapterMetrics, adapter_routes
 from server.http.app import build_app
-from server.http.connections import ConnectionBound, Listener, default_most
 from server.http.docs_page import docs_routes
 from server.http.exchanges import (
     HttpExchange,
     asker_of_exchange,
     note_answer,
-    owner_of_exchange,
-    seeds_from,
 )
 from server.http.guards import ApiKeys
+from server.http.http_server import GRACE_S, HttpServer
 from server.http.idempotency import IdempotentAnswers
 from server.http.kept_answers import KeptAnswers
 from server.http.observability.gauges import FrontMetrics, MembershipMetrics, ResizeMetrics
@@ -90,7 +75,6 @@ from server.http.observability.ops import membership_routes, ops_routes, through
 from server.http.observability.series import EVERY_S
 from server.http.observability.tracing import Traces
 from server.http.pool_routes import pool_routes
-from server.http.protocol import PunctualProtocol
 from server.http.rank_routes import rank_routes
 from server.http.resize_routes import resize_routes
 from server.http.sleep_routes import sleep_routes
@@ -100,19 +84,14 @@ from server.machine.steady_clock import SteadyClock
 from server.machine.versions import version_of
 from server.options.adapters import modules_of
 from server.options.pools import Pool
-from server.options.table import PRIORITY, HttpOptions, Options
+from server.options.table import HttpOptions, Options
 from server.serve.pool_front import PoolFront
 from server.serve.preflight.resizes import why_no_resizes, why_not_resized
+from server.serve.served_model import served_model
 from server.serve.several_fronts import FrontOfSeveral, inner_app, share_of, state_of
 
-# The same fields of generation_config.json that vLLM uses as defaults.
-_DEFAULTS: dict[str, type[float] | type[int]] = {
-    **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), float),
-    **dict.fromkeys(("top_k", "max_new_tokens"), int),
-}
 # The name is SGLang's, so that scripts written for it find their files.
 _RECORD_VARIABLE = "SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR"
-_GRACE_S = 2  # for open connections when the server ends
 _BALANCING_PAUSE_S = 60.0  # after an error in rebalancing
 _LOG = logging.getLogger("wideep.front")
 _NO_SLEEP = "The service cannot sleep: sleep mode is not implemented on GPUs. It works with --device cpu."
@@ -120,7 +99,6 @@ _NO_UPDATE = (
     "The service cannot change its weights: updates are not implemented on GPUs. They work with --device cpu."
 )
 _NO_UPDATE_OF_FRONTS = "This works with one front only: restart the service without --api-server-count."
-_KEEP_ALIVE_S = 60  # between a client's requests; with less, pooled clients meet closed connections
 
 
 class HttpService:
@@ -252,7 +230,7 @@ class HttpService:
         keys, clock = _keys(options), SteadyClock()
         # The leading front has the files.
         files = _file_store(options.http, keys, kept, clock) if self.leads else None
-        self.model = _served_model(options, tokenizer, ranks, self.adapters, files)
+        self.model = served_model(options, tokenizer, ranks, self.adapters, files)
         self._balancing: list[asyncio.Task[None]] = []  # with --enable-eplb, once it serves
         name, are_named = options.served_model_names[0], self._has_several
         metrics.add(ExpertsMetrics(self._loads, name, are_named=are_named))
@@ -287,11 +265,11 @@ class HttpService:
             observers=_observers(options, metrics, self._traces),
             answer_once=lambda app: self._answer_once(app, kept, secret, clock),
         )
-        self._server = _Server(_server_config(app, options.http), _bound(options.http))
+        self._server = HttpServer(app, options.http)
         self._inner = None  # for the other fronts
         if self.fronts is not None:
-            inner = HttpOptions(forwarded_allow_ips=("*",))  # to see the client's address
-            self._inner = _Server(_server_config(inner_app(app), inner), _bound(inner))
+            # Its clients are fronts, which forward the address of theirs.
+            self._inner = HttpServer(inner_app(app), HttpOptions(forwarded_allow_ips=("*",)))
 
     def _answer_once(self, app: ASGIApp, kept: Path, secret: str, clock: SteadyClock) -> ASGIApp:
         """Return the layer that answers requests with an Idempotency-Key, at the front that the key belongs to."""
@@ -473,16 +451,14 @@ class HttpService:
         if self.fronts is not None:
             await self.fronts.finish()
 
-    def stop(self, grace_s: float = _GRACE_S) -> None:
+    def stop(self, grace_s: float = GRACE_S) -> None:
         """Make `serve` return soon: accept no connections, and allow `grace_s` for responses being sent.
 
         May be called again with a shorter time.
         """
         for server in (self._server, self._inner):
             if server is not None:
-                server.config.timeout_graceful_shutdown = math.ceil(grace_s)
-                server.force_exit = server.should_exit and grace_s == 0
-                server.should_exit = True
+                server.stop(grace_s)
 
     def _num_parked(self) -> int:
         return self.requests.num_parked
@@ -599,62 +575,6 @@ async def _keep_balancing(placement: PlacementControl) -> None:
         await asyncio.sleep(_BALANCING_PAUSE_S)
 
 
-class _Server(uvicorn.Server):
-    """uvicorn's server without its signal handlers and with our own connection listener."""
-
-    def __init__(self, config: uvicorn.Config, bound: ConnectionBound) -> None:
-        super().__init__(config)
-        self._bound = bound
-        self._listener: Listener | None = None
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept connections on the bound sockets."""
-        assert sockets, "the sockets are bound first"
-        self.servers = []  # asyncio's servers are not used
-        self._listener = Listener(sockets, self._make_protocol, self._bound, self.config.ssl)
-        self._listener.start()
-        self.started = True
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept connections already queued in the kernel, then no more. End each one after its response."""
-        assert self._listener is not None, "startup has run"
-        await self._listener.close()
-        await super().shutdown(sockets)
-
-    def _make_protocol(self) -> PunctualProtocol:
-        protocol = PunctualProtocol(self.config, self.server_state, {})
-        protocol.bound = self._bound
-        return protocol
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Capture no signals: the front informs ranks and clients before it stops this server."""
-        yield
-
-
-def _server_config(app: ASGIApp, http: HttpOptions) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        http=PunctualProtocol,
-        lifespan="off",
-        log_config=None,  # `logs` configures the loggers
-        access_log=False,  # `logs.AccessLog` replaces it
-        server_header=False,
-        timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=_GRACE_S,
-        ssl_certfile=http.ssl_certfile,
-        ssl_keyfile=http.ssl_keyfile,
-        proxy_headers=bool(http.forwarded_allow_ips),
-        forwarded_allow_ips=list(http.forwarded_allow_ips),
-    )
-
-
-def _bound(http: HttpOptions) -> ConnectionBound:
-    """Return the limit of connections; by default it follows from the limit of open files."""
-    most = http.max_connections or default_most(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-    return ConnectionBound(most, http.max_connections_per_address, http.forwarded_allow_ips)
-
-
 def _ignore(_ask: Ask) -> None:
     """Do nothing: request logging is off."""
 
@@ -690,16 +610,6 @@ def _steps(ranks: Ranks) -> dict[int, int]:
     return {rank: stats.step for rank, stats in told.items() if stats is not None}
 
 
-def warn_of_unknown_calls(options: Options, template: TemplateFacts) -> None:
-    """Warn if the chat template has tools but no parser reads its calls: they would stay in the content."""
-    if options.tool_call_parser is None and template.knows_tools and not shows_known_calls(template.text):
-        _LOG.warning(
-            "No tool parser matches the chat template of %s. Calls are parsed in Hermes' format (<tool_call>{...}</tool_call>); "
-            "other formats stay in the content. Choose a parser with --tool-call-parser",
-            options.chat_template or options.model,
-        )
-
-
 def _why_no_update(options: Options) -> str | None:
     if options.api_server_count > 1:
         return _NO_UPDATE_OF_FRONTS
@@ -720,77 +630,7 @@ def _file_store(http: HttpOptions, keys: ApiKeys, kept: Path, clock: SteadyClock
     )
 
 
-def _served_model(
-    options: Options, tokenizer: Tokenizer, ranks: Ranks, adapters: Adapters, files: FileStore | None
-) -> ServedModel:
-    warn_of_unknown_calls(options, tokenizer.template)
-    support = image_support_of(Path(options.model), tokenizer.special_ids, device=options.device)
-    if options.images.why_off:
-        support = support._replace(why_not=options.images.why_off)
-    return ServedModel(
-        names=options.served_model_names,
-        adapters=adapters,
-        directory=options.model,
-        has_metrics=options.per_request_metrics,
-        has_priorities=options.scheduling_policy == PRIORITY,
-        tokenizer=tokenizer,
-        sampling_defaults=_sampling_defaults(Path(options.model)),
-        draw_seed=seeds_from(options.seed),
-        max_logprobs=options.max_logprobs,
-        max_len=_max_len(options, tokenizer, ranks),
-        created=int(time.time()),
-        structures=StructureChecks(tokenizer.vocabulary),
-        images=None if support.why_not else _image_input(options, support, tokenizer, files),
-        why_no_images=support.why_not,
-        markup=markup_of(
-            tokenizer.template.text, tools=options.tool_call_parser, reasoning=options.reasoning_parser
-        ),
-    )
-
-
-def _image_input(
-    options: Options, support: ImageSupport, tokenizer: Tokenizer, files: FileStore | None
-) -> ImageInput:
-    images = options.images
-
-    async def read_file(file_id: str, where: str) -> bytes:
-        if files is None or options.api_server_count > 1:
-            raise bad_request(
-                f"{where}: several fronts (--api-server-count) cannot take images by file_id. Send a data URL.",
-                where,
-            )
-        found = files.find(file_id, owner_of_exchange(), where)
-        if found.num_bytes > images.most_bytes:
-            raise bad_request(
-                f"{where}: the file has more than {images.most_bytes} bytes (--max-image-bytes).", where
-            )
-        return await files.content_of(found, where)
-
-    encoder = Encoder(options.model, most_pixels=images.most_pixels, cache_bytes=images.cache_bytes)
-    special = tokenizer.special_ids
-    line_tokens = LineTokens(*(special[token] for token in LINE_TOKENS)) if support.has_lines else None
-    return ImageInput(
-        support.token_id, images.most_images, ImageSources(images), encoder, read_file, line_tokens
-    )
-
-
-def _max_len(options: Options, tokenizer: Tokenizer, ranks: Ranks) -> Callable[[], int]:
-    """Return a function for the length limit: the ranks' once they attach, before that the user's or the checkpoint's."""
-
-    def limit() -> int:
-        said = [stream.facts.max_model_len for stream in ranks.attached.values()]
-        return min(said, default=options.engine.max_model_len or tokenizer.model_max_len or 0)
-
-    return limit
-
-
 def _model_type(directory: Path) -> str:
     path = directory / "config.json"
     config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return str(config.get("model_type", ""))
-
-
-def _sampling_defaults(directory: Path) -> dict[str, Any]:
-    path = directory / "generation_config.json"
-    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return {name: kind(config[name]) for name, kind in _DEFAULTS.items() if config.get(name) is not None}

@@ -15,9 +15,9 @@ from starlette.types import Receive, Scope, Send
 
 from server.http import connections
 from server.http.connections import ConnectionBound, Listener, default_most
+from server.http.http_server import HttpServer, connection_bound
 from server.http.protocol import PunctualProtocol
 from server.options.table import HttpOptions
-from server.serve.http_service import _bound, _Server, _server_config
 from server.serve.preflight.unix_socket import listening_at
 
 HEAD = b"GET /x HTTP/1.1\r\nhost: x\r\n"
@@ -84,7 +84,7 @@ def test_an_address_has_a_bound_of_its_own(hosts: list[str | None], num_stay: in
 
 def test_the_defaults_follow_the_limit_of_open_files() -> None:
     assert [default_most(each) for each in (100, 1024, 1 << 20)] == [50, 768, 16_384]
-    assert _bound(HttpOptions(max_connections=7)).most == 7
+    assert connection_bound(HttpOptions(max_connections=7)).most == 7
 
 
 async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -98,11 +98,11 @@ async def answer(scope: Scope, receive: Receive, send: Send) -> None:
 @contextlib.asynccontextmanager
 async def serving(
     http: HttpOptions | None = None, bound: ConnectionBound | None = None
-) -> AsyncIterator[tuple[_Server, tuple[str, int], asyncio.Task[None]]]:
+) -> AsyncIterator[tuple[HttpServer, tuple[str, int], asyncio.Task[None]]]:
     """Run a server on a free port."""
     http = http or HttpOptions()
     listener = socket.create_server(("127.0.0.1", 0))
-    server = _Server(_server_config(answer, http), bound or ConnectionBound(100))
+    server = HttpServer(answer, http, bound or ConnectionBound(100))
     task = asyncio.create_task(server.serve(sockets=[listener]))
     address = listener.getsockname()
     while not server.started:
@@ -239,7 +239,7 @@ def test_a_unix_socket_has_no_addresses(tmp_path: Path) -> None:
     async def scenario() -> bytes:
         listener = listening_at(str(tmp_path / "socket"))
         with listener as bound_socket:
-            server = _Server(_server_config(answer, HttpOptions()), ConnectionBound(100, 1))
+            server = HttpServer(answer, HttpOptions(), ConnectionBound(100, 1))
             task = asyncio.create_task(server.serve(sockets=[bound_socket]))
             said = b""
             for _ in range(3):

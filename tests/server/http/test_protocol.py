@@ -13,9 +13,9 @@ import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
+from server.http.http_server import HttpServer
 from server.http.protocol import DIRECT_BODY, HEAD_S, MAX_HEAD_BYTES, DirectBody, PunctualProtocol
 from server.options.table import HttpOptions
-from server.serve.http_service import _server_config
 
 TIMEOUT_S = 30.0
 HEAD = b"POST /x HTTP/1.1\r\nhost: x\r\n"
@@ -407,5 +407,5 @@ def test_nothing_is_written_directly_while_a_client_does_not_read_or_after_it_le
 
 
 def test_the_service_uses_it() -> None:
-    assert _server_config(answer_at_once, HttpOptions()).http is PunctualProtocol
+    assert HttpServer(answer_at_once, HttpOptions()).config.http is PunctualProtocol
     assert PunctualProtocol.head_s == HEAD_S <= 60

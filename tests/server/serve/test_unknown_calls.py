@@ -6,7 +6,7 @@ import pytest
 
 from server.front.tokenizer import facts_of
 from server.options.reading import options_from_keywords
-from server.serve.http_service import warn_of_unknown_calls
+from server.serve.served_model import warn_of_unknown_calls
 
 ODD = "{% for tool in tools %}{{ tool }}{% endfor %}{{ messages }}<<CALL>>"
 

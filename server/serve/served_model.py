@@ -1,0 +1,110 @@
+"""The model as clients see it: its tokenizer and template, defaults of sampling, limits, parsers and images."""
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from server.api.openai.batches.file_store import FileStore
+from server.api.parsers.registry import markup_of, shows_known_calls
+from server.api.served import ServedModel
+from server.front.adapters import Adapters
+from server.front.errors import bad_request
+from server.front.images.encoder import Encoder, LineTokens
+from server.front.images.input import ImageInput
+from server.front.images.seeing import LINE_TOKENS, ImageSupport, image_support_of
+from server.front.images.sources import ImageSources
+from server.front.structure.structure_checks import StructureChecks
+from server.front.tokenizer import TemplateFacts, Tokenizer
+from server.http.exchanges import owner_of_exchange, seeds_from
+from server.link.ranks import Ranks
+from server.options.table import PRIORITY, Options
+
+_LOG = logging.getLogger("wideep.front")
+# The same fields of generation_config.json that vLLM uses as defaults.
+_DEFAULTS: dict[str, type[float] | type[int]] = {
+    **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), float),
+    **dict.fromkeys(("top_k", "max_new_tokens"), int),
+}
+
+
+def served_model(
+    options: Options, tokenizer: Tokenizer, ranks: Ranks, adapters: Adapters, files: FileStore | None
+) -> ServedModel:
+    warn_of_unknown_calls(options, tokenizer.template)
+    support = image_support_of(Path(options.model), tokenizer.special_ids, device=options.device)
+    if options.images.why_off:
+        support = support._replace(why_not=options.images.why_off)
+    return ServedModel(
+        names=options.served_model_names,
+        adapters=adapters,
+        directory=options.model,
+        has_metrics=options.per_request_metrics,
+        has_priorities=options.scheduling_policy == PRIORITY,
+        tokenizer=tokenizer,
+        sampling_defaults=_sampling_defaults(Path(options.model)),
+        draw_seed=seeds_from(options.seed),
+        max_logprobs=options.max_logprobs,
+        max_len=_max_len(options, tokenizer, ranks),
+        created=int(time.time()),
+        structures=StructureChecks(tokenizer.vocabulary),
+        images=None if support.why_not else _image_input(options, support, tokenizer, files),
+        why_no_images=support.why_not,
+        markup=markup_of(
+            tokenizer.template.text, tools=options.tool_call_parser, reasoning=options.reasoning_parser
+        ),
+    )
+
+
+def _image_input(
+    options: Options, support: ImageSupport, tokenizer: Tokenizer, files: FileStore | None
+) -> ImageInput:
+    images = options.images
+
+    async def read_file(file_id: str, where: str) -> bytes:
+        if files is None or options.api_server_count > 1:
+            raise bad_request(
+                f"{where}: several fronts (--api-server-count) cannot take images by file_id. Send a data URL.",
+                where,
+            )
+        found = files.find(file_id, owner_of_exchange(), where)
+        if found.num_bytes > images.most_bytes:
+            raise bad_request(
+                f"{where}: the file has more than {images.most_bytes} bytes (--max-image-bytes).", where
+            )
+        return await files.content_of(found, where)
+
+    encoder = Encoder(options.model, most_pixels=images.most_pixels, cache_bytes=images.cache_bytes)
+    special = tokenizer.special_ids
+    line_tokens = LineTokens(*(special[token] for token in LINE_TOKENS)) if support.has_lines else None
+    return ImageInput(
+        support.token_id, images.most_images, ImageSources(images), encoder, read_file, line_tokens
+    )
+
+
+def _max_len(options: Options, tokenizer: Tokenizer, ranks: Ranks) -> Callable[[], int]:
+    """Return a function for the length limit: the ranks' once they attach, before that the user's or the checkpoint's."""
+
+    def limit() -> int:
+        said = [stream.facts.max_model_len for stream in ranks.attached.values()]
+        return min(said, default=options.engine.max_model_len or tokenizer.model_max_len or 0)
+
+    return limit
+
+
+def warn_of_unknown_calls(options: Options, template: TemplateFacts) -> None:
+    """Warn if the chat template has tools but no parser reads its calls: they would stay in the content."""
+    if options.tool_call_parser is None and template.knows_tools and not shows_known_calls(template.text):
+        _LOG.warning(
+            "No tool parser matches the chat template of %s. Calls are parsed in Hermes' format (<tool_call>{...}</tool_call>); "
+            "other formats stay in the content. Choose a parser with --tool-call-parser",
+            options.chat_template or options.model,
+        )
+
+
+def _sampling_defaults(directory: Path) -> dict[str, Any]:
+    path = directory / "generation_config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return {name: kind(config[name]) for name, kind in _DEFAULTS.items() if config.get(name) is not None}
