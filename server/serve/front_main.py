@@ -267,9 +267,9 @@ class _Front:
 
     def _on_size(self, num_ranks: int, most: int) -> None:
         """Follow a resize. `most`: ranks that may attach."""
-        self._nodes.put(self._http.pools[0].pool)
+        self._nodes.put(self._http.pools.first.pool)
         # Ranks that have left stay here: their last messages may still arrive.
-        self._pools |= dict.fromkeys(range(most), self._http.pools[0])
+        self._pools |= dict.fromkeys(range(most), self._http.pools.first)
 
     async def run(self, listener: socket.socket, *, is_again: bool) -> int:
         """Serve until a signal or a fatal error; return the exit status.

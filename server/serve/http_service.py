@@ -28,9 +28,7 @@ from server.api.openai.responses.routes import new_response_id, responses_routes
 from server.api.sglang.generate import generate_routes
 from server.api.sglang.service_routes import service_routes
 from server.api.tokenize import tokenize_routes
-from server.experts.control import PlacementControl
 from server.experts.dashboard.routes import dashboard_routes
-from server.experts.load import ExpertsLoad
 from server.experts.metrics import ExpertsMetrics
 from server.experts.record_files import default_folder
 from server.experts.routes import expert_load_routes, placement_routes
@@ -41,7 +39,6 @@ from server.front.errors import ApiError, bad_request, draining
 from server.front.events import EventLog
 from server.front.generations import Ask
 from server.front.journal import Journal
-from server.front.membership import Epochs, Phase
 from server.front.moves import Moves
 from server.front.pausing import Pausing
 from server.front.pool_roles import PoolRoles
@@ -85,14 +82,13 @@ from server.machine.versions import version_of
 from server.options.adapters import modules_of
 from server.options.pools import Pool
 from server.options.table import HttpOptions, Options
-from server.serve.pool_front import PoolFront
+from server.serve.pool_front import PoolFront, PoolFronts
 from server.serve.preflight.resizes import why_no_resizes, why_not_resized
 from server.serve.served_model import served_model
 from server.serve.several_fronts import FrontOfSeveral, inner_app, share_of, state_of
 
 # The name is SGLang's, so that scripts written for it find their files.
 _RECORD_VARIABLE = "SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR"
-_BALANCING_PAUSE_S = 60.0  # after an error in rebalancing
 _LOG = logging.getLogger("wideep.front")
 _NO_SLEEP = "The service cannot sleep: sleep mode is not implemented on GPUs. It works with --device cpu."
 _NO_UPDATE = (
@@ -134,25 +130,25 @@ class HttpService:
         self._ranks, self._journal, self._metrics = ranks, journal, metrics
         self.events = EventLog()
         pools = options.pools_among(ranks.num_ranks)
+        self.pools = PoolFronts(
+            pools,
+            options,
+            ranks,
+            self.events,
+            why_paused=self._why_no_moves,
+            weights=lambda: self.weights.number(),
+        )
         self.weights = WeightUpdates(
             ranks,
-            self,
+            self.pools,
             folder=kept / "weights" if options.http.weights_dir is None else Path(options.http.weights_dir),
             model_type=_model_type(Path(options.model)),
             why_impossible=_why_no_update(options),
             why_not_now=self._why_paused,
-            on_served=self._forget_routes,
+            on_served=lambda: self.requests.forget_prefixes(),
             events=self.events,
         )
-        self._has_several = len(pools) > 1 or options.has_own_pool
-        # Routes and metrics keep these collections, to which `add_pool` adds.
-        self.pools: list[PoolFront] = []
-        self._epochs: dict[str, Epochs] = {}
-        self._loads: dict[str, ExpertsLoad] = {}
-        self._placements: dict[str, PlacementControl] = {}
         self._options, self._throughput = options, metrics.throughput
-        for pool in pools:
-            self._make_pool(pool)
         self._is_draining = False
         self.leads = seat is None or seat.leads
         router = ROUTERS[options.routing_policy](
@@ -188,10 +184,8 @@ class HttpService:
             adapters=self.adapters,
             shared=None if seat is None else seat.board,
         )
-        self.pausing, self._weight_group = (
-            Pausing(self.requests, why_impossible=None if seat is None else _NO_UPDATE_OF_FRONTS),
-            WeightGroup(),
-        )
+        self.pausing = Pausing(self.requests, why_impossible=None if seat is None else _NO_UPDATE_OF_FRONTS)
+        self._weight_group = WeightGroup()
         self.fronts = (
             None
             if seat is None
@@ -205,7 +199,7 @@ class HttpService:
         self.sleep_mode = SleepMode(
             self._all_requests,
             ranks,
-            members=self._serving_ranks,
+            members=self.pools.members,
             why_impossible=_NO_SLEEP if options.device == "cuda" else None,
             why_not_now=self.weights.why_busy,
             on_level=metrics.note_sleep,
@@ -213,7 +207,7 @@ class HttpService:
         )
         self.on_size: Callable[[int, int], None] = lambda _num_ranks, _most: None  # see `Resize`
         self.resize = Resize(
-            self.pools[0],
+            self.pools.first,
             self._moves,
             ranks,
             record,
@@ -225,22 +219,23 @@ class HttpService:
             events=self.events,
         )
         if record.home is not None:  # the earlier front ended while ranks met
-            self.pools[0].placement.resize(record.home)
+            self.pools.first.placement.resize(record.home)
         self.adapters.on_broken = self._forget_prefixes
         keys, clock = _keys(options), SteadyClock()
         # The leading front has the files.
         files = _file_store(options.http, keys, kept, clock) if self.leads else None
         self.model = served_model(options, tokenizer, ranks, self.adapters, files)
-        self._balancing: list[asyncio.Task[None]] = []  # with --enable-eplb, once it serves
-        name, are_named = options.served_model_names[0], self._has_several
-        metrics.add(ExpertsMetrics(self._loads, name, are_named=are_named))
-        metrics.add(AdapterMetrics(self.adapters, options.served_model_names[0]))
+        name, are_named = options.served_model_names[0], self.pools.has_several
+        metrics.add(ExpertsMetrics(self.pools.loads, name, are_named=are_named))
+        metrics.add(AdapterMetrics(self.adapters, name))
         if self.model.images is not None:
             encoder = self.model.images.encoder
             metrics.add(ImageMetrics(lambda: encoder.counts))
         metrics.add(FrontMetrics(self.requests, router, name))
-        metrics.add(MembershipMetrics(self._epochs, journal, self._num_parked, name, are_named=are_named))
-        metrics.add(ResizeMetrics(self.resize, options.served_model_names[0]))
+        metrics.add(
+            MembershipMetrics(self.pools.memberships, journal, self._num_parked, name, are_named=are_named)
+        )
+        metrics.add(ResizeMetrics(self.resize, name))
         version = version_of("wideep") or "0+unknown"  # an uninstalled checkout
         self._traces = Traces.to(options.log.otlp_endpoint, service_version=version)
         self._left_runs = LeftRuns(kept / self._own_folder("background"))
@@ -281,32 +276,14 @@ class HttpService:
         """Return the name of a folder in which each front keeps what its replacement needs."""
         return name if self.leads or self.fronts is None else f"{name}-{self.fronts.owners.number}"
 
-    def _make_pool(self, pool: Pool) -> PoolFront:
-        made = PoolFront(
-            pool,
-            self._options,
-            self._ranks,
-            self.events,
-            is_only=not self._has_several,
-            why_paused=self._why_no_moves,
-            weights=self.weights.number,
-        )
-        self.pools.append(made)
-        self._epochs[pool.name], self._loads[pool.name] = made.epochs, made.load
-        self._placements[pool.name] = made.placement
-        return made
-
     def add_pool(self, pool: Pool) -> PoolFront:
         """Add a pool that joins while the service runs. Its ranks are away; they have the next numbers."""
-        self._has_several = True
-        made, num_ranks = self._make_pool(pool), pool.ranks.stop
+        made, num_ranks = self.pools.add(pool), pool.ranks.stop
         if num_ranks > self._ranks.num_ranks:
             self._ranks.grow(num_ranks)
             self._router.grow(num_ranks)
             self._metrics.grow(num_ranks)
         self._roles.add(pool)
-        if self._balancing:
-            self._balancing.append(asyncio.create_task(_keep_balancing(made.placement)))
         return made
 
     def _batching(
@@ -356,14 +333,14 @@ class HttpService:
                 shows_path=not options.needs_key,
                 weight_version=lambda: self.weights.label_of(None),
             ),
-            placement_routes(self._placements, options.engine.eplb_config),
+            placement_routes(self.pools.placements, options.engine.eplb_config),
             ops_routes(
                 version,
                 metrics if self.fronts is None else self.fronts.service_metrics(),
                 self.why_not_ready,
             ),
             membership_routes(
-                self._epochs,
+                self.pools.memberships,
                 self._num_replayed,
                 self._num_parked if self.fronts is None else self.fronts.num_parked,
                 self.events,
@@ -383,7 +360,7 @@ class HttpService:
             docs_routes(),
             throughput_routes(metrics.throughput),
             expert_load_routes(
-                self._loads,
+                self.pools.loads,
                 rank_steps=lambda: _steps(self._ranks),
                 record_directory=Path(environment.get(_RECORD_VARIABLE) or default_folder()),
             ),
@@ -397,7 +374,7 @@ class HttpService:
         if self.model.images is not None:
             tasks.append(asyncio.create_task(self.model.images.encoder.start()))
         if self._options.enable_eplb and self.leads:
-            self._balancing = [asyncio.create_task(_keep_balancing(each.placement)) for each in self.pools]
+            self.pools.balance()
         starting = asyncio.create_task(self._start_adapters())
         tasks.append(starting)
         serving = [self._server.serve(sockets=[listener])]
@@ -409,7 +386,7 @@ class HttpService:
             if starting.done():
                 starting.result()  # raises if an adapter of the start cannot be served
         finally:
-            tasks += self._balancing
+            tasks += self.pools.balancing
             if self.fronts is not None:
                 await self.fronts.close()
             for task in tasks:
@@ -425,7 +402,8 @@ class HttpService:
         """Load the adapters of the start, and then those of a watched folder; end the server if one of the start cannot be served."""
         try:
             await self.adapters.start(
-                modules_of(self._options.lora_modules), lambda: why_service_not_ready(self._epochs) is None
+                modules_of(self._options.lora_modules),
+                lambda: why_service_not_ready(self.pools.memberships) is None,
             )
             if self._options.lora_dir is not None:
                 await AdapterFolder(Path(self._options.lora_dir), self.adapters, self.events).run()
@@ -484,28 +462,6 @@ class HttpService:
             sleep_level=self.sleep_mode.state.level,
         )
 
-    def _serving_ranks(self) -> tuple[int, ...] | None:
-        """Return the members of all pools, or None while one of them regroups."""
-        pools = self._epochs.values()
-        if any(epochs.phase is not Phase.SERVING for epochs in pools):
-            return None
-        return tuple(rank for epochs in pools for rank in epochs.members)
-
-    def members(self) -> tuple[int, ...] | None:
-        """Return the ranks that serve, or None while a pool regroups."""
-        return self._serving_ranks()
-
-    def epochs(self) -> tuple[int, ...]:
-        """Return the number of each pool's epoch."""
-        return tuple(epochs.number for epochs in self._epochs.values())
-
-    def is_moving(self) -> bool:
-        """Return whether experts of some pool move."""
-        return any(pool.placement.is_changing for pool in self.pools)
-
-    def _forget_routes(self) -> None:
-        self.requests.forget_prefixes()
-
     def _why_paused(self) -> str | None:
         return self.sleep_mode.why_not_ready() or self.resize.why_paused()
 
@@ -518,7 +474,7 @@ class HttpService:
         """Follow a resize: make room for `most` ranks, of which `num_ranks` belong to the service."""
         self._router.grow(most)
         self._metrics.grow(most)
-        only = self.pools[0]
+        only = self.pools.first
         only.pool = only.pool._replace(num_ranks=num_ranks)
         self._roles.resize(only.pool)
         self._moves.resize(num_ranks)
@@ -531,7 +487,7 @@ class HttpService:
 
         The number is 0 if the service has pools. Their sizes do not change.
         """
-        if self._has_several:
+        if self.pools.has_several:
             return 0, pool.home
         return self.resize.placement_for(rank)
 
@@ -552,7 +508,7 @@ class HttpService:
     def _why_not_serving(self) -> str | None:
         """Return why the service does not serve. This front leads, or is the only one."""
         reason = (
-            why_service_not_ready(self._epochs)
+            why_service_not_ready(self.pools.memberships)
             or self.sleep_mode.why_not_ready()
             or self.adapters.why_not_ready()
         )
@@ -563,16 +519,6 @@ class HttpService:
     def why_not_ready(self) -> str | None:
         """Return why the service is not ready, or None if it is."""
         return "it is shutting down" if self._is_draining else self._why_refused()
-
-
-async def _keep_balancing(placement: PlacementControl) -> None:
-    """Rebalance a pool's experts. After an error, log it and start again after a pause."""
-    while True:
-        try:
-            await placement.run()
-        except Exception:  # noqa: BLE001 - nothing else handles errors of this task
-            _LOG.exception("expert rebalancing failed; retrying in %g s", _BALANCING_PAUSE_S)
-        await asyncio.sleep(_BALANCING_PAUSE_S)
 
 
 def _ignore(_ask: Ask) -> None:

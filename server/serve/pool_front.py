@@ -1,12 +1,13 @@
-"""One pool, as the front leads it: its members, heartbeats, placement and expert load.
+"""The pools of a service, as the front leads them: each one's members, heartbeats, placement and expert load.
 
-The front has one of these for each pool. They share nothing, so a pool regroups and rebalances while the others serve.
+A `PoolFront` is one pool. They share nothing, so a pool regroups and rebalances while the others serve.
 Requests, the router, the journal and metrics belong to the service. Ranks have their numbers in the service here.
 """
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import assert_never
 
@@ -31,6 +32,8 @@ from server.link.ranks import PoolRanks, Ranks
 from server.options.pools import Pool
 from server.options.table import Options
 
+_BALANCING_PAUSE_S = 60.0  # after an error in rebalancing
+_LOG = logging.getLogger("wideep.front")
 # The messages of a rank that concern its pool only.
 PoolMessage = Heartbeat | LoadReport | ExpertMap | PlacementUpdate | Regrouped | Fault
 
@@ -199,6 +202,94 @@ class PoolFront:
     def _on_order(self, order: Order) -> None:
         self._watch.begin_epoch(order.epoch, order.members)
         self.load.regroup(order)
+
+
+class PoolFronts:
+    """All pools of a service. Routes and metrics keep its mappings, to which `add` adds."""
+
+    def __init__(
+        self,
+        pools: Sequence[Pool],
+        options: Options,
+        ranks: Ranks,
+        events: EventLog,
+        *,
+        why_paused: Callable[[], str | None],
+        weights: Callable[[], int],
+    ) -> None:
+        """`why_paused` and `weights` are as for `PoolFront`."""
+        self._options, self._ranks, self._events = options, ranks, events
+        self._why_paused, self._weights = why_paused, weights
+        self.has_several = len(pools) > 1 or options.has_own_pool
+        self._all: list[PoolFront] = []
+        # By name.
+        self.memberships: dict[str, Epochs] = {}
+        self.loads: dict[str, ExpertsLoad] = {}
+        self.placements: dict[str, PlacementControl] = {}
+        self.balancing: list[asyncio.Task[None]] = []  # after `balance`
+        for pool in pools:
+            self._make(pool)
+
+    def __iter__(self) -> Iterator[PoolFront]:
+        """Yield the pools in the order of their ranks."""
+        return iter(self._all)
+
+    @property
+    def first(self) -> PoolFront:
+        """The pool with rank 0."""
+        return self._all[0]
+
+    def _make(self, pool: Pool) -> PoolFront:
+        made = PoolFront(
+            pool,
+            self._options,
+            self._ranks,
+            self._events,
+            is_only=not self.has_several,
+            why_paused=self._why_paused,
+            weights=self._weights,
+        )
+        self._all.append(made)
+        self.memberships[pool.name], self.loads[pool.name] = made.epochs, made.load
+        self.placements[pool.name] = made.placement
+        return made
+
+    def add(self, pool: Pool) -> PoolFront:
+        """Add a pool that joins while the service runs."""
+        self.has_several = True
+        made = self._make(pool)
+        if self.balancing:
+            self.balancing.append(asyncio.create_task(_keep_balancing(made.placement)))
+        return made
+
+    def balance(self) -> None:
+        """Begin to rebalance the experts of all pools, until the tasks in `balancing` are cancelled."""
+        self.balancing = [asyncio.create_task(_keep_balancing(each.placement)) for each in self._all]
+
+    def members(self) -> tuple[int, ...] | None:
+        """Return the ranks that serve, or None while a pool regroups."""
+        pools = self.memberships.values()
+        if any(epochs.phase is not Phase.SERVING for epochs in pools):
+            return None
+        return tuple(rank for epochs in pools for rank in epochs.members)
+
+    def epochs(self) -> tuple[int, ...]:
+        """Return the number of each pool's epoch."""
+        return tuple(epochs.number for epochs in self.memberships.values())
+
+    def is_moving(self) -> bool:
+        """Return whether experts of some pool move."""
+        return any(pool.is_changing for pool in self._all)
+
+
+async def _keep_balancing(placement: PlacementControl) -> None:
+    """Rebalance a pool's experts. After an error, log it and start again after a pause."""
+    while True:
+        try:
+            await placement.run()
+        except Exception:  # noqa: BLE001 - nothing else handles errors of this task
+            _LOG.exception("expert rebalancing failed; retrying in %g s", _BALANCING_PAUSE_S)
+        await asyncio.sleep(_BALANCING_PAUSE_S)
 
 
 def _history_file(file: str, pool: str) -> Path | None:
