@@ -421,8 +421,8 @@ class _Front:
         self._http.events.note("pool_joined", f"{pool.in_words} joins the service")
 
     def _attach(self, facts: RankFacts) -> None:
-        if self._http.fronts is not None and self._http.fronts.following is not None:
-            self._http.fronts.following.attach(facts)
+        if self._http.following is not None:
+            self._http.following.attach(facts)
             if self._is_closing:
                 self._ranks.expect_end()
             return
@@ -453,8 +453,8 @@ class _Front:
             self._http.resize.take_end(rank, reason)
         elif self._is_closing or self._ending.now.is_set():
             _LOG.warning("rank %d is lost while the service ends: %s", rank, reason)
-        elif self._http.fronts is not None and self._http.fronts.following is not None:
-            self._http.fronts.following.lose(rank)
+        elif self._http.following is not None:
+            self._http.following.lose(rank)
         else:
             self._http.resize.take_end(rank, reason)
             self._pools[rank].leader.lose(rank, reason)

@@ -194,8 +194,10 @@ class HttpService:
                 metrics=metrics, events=self.events, decisions=self._decisions,
             )
         )  # fmt: skip
+        self.following = None if self.fronts is None else self.fronts.following
+        self._leading = None if self.fronts is None else self.fronts.leading
         self._router = router
-        self._all_requests = self.requests if self.fronts is None else self.fronts.all_requests
+        self._all_requests = self._leading or self.requests
         self.sleep_mode = SleepMode(
             self._all_requests,
             ranks,
@@ -496,13 +498,11 @@ class HttpService:
 
     def _why_refused(self) -> str | None:
         """Return why requests are refused now, or None if they are accepted."""
-        fronts = self.fronts
-        if fronts is not None and fronts.following is not None:
-            return fronts.following.why_not_ready()
-        if fronts is not None and fronts.leading is not None and fronts.leading.is_resuming:
-            return (
-                self.sleep_mode.why_not_ready()
-            )  # requests wait for the ranks, because the other fronts serve
+        if self.following is not None:
+            return self.following.why_not_ready()
+        if self._leading is not None and self._leading.is_resuming:
+            # Requests wait for the ranks, because the other fronts serve.
+            return self.sleep_mode.why_not_ready()
         return self._why_not_serving()
 
     def _why_not_serving(self) -> str | None:
@@ -512,8 +512,8 @@ class HttpService:
             or self.sleep_mode.why_not_ready()
             or self.adapters.why_not_ready()
         )
-        if reason is None and self.fronts is not None and self.fronts.leading is not None:
-            return self.fronts.leading.why_not_ready()
+        if reason is None and self._leading is not None:
+            return self._leading.why_not_ready()
         return reason
 
     def why_not_ready(self) -> str | None:

@@ -22,7 +22,6 @@ from server.front.several.following import FollowingFront
 from server.front.several.leading import POLL_S, LeadingFront, watch_fronts
 from server.front.several.seat import Seat
 from server.front.several.service_state import EngineOfRank, ServiceState
-from server.front.sleep_mode import OpenRequests
 from server.http.observability.metrics import Metrics
 from server.http.observability.ops import MetricsText
 from server.http.several.forwarding import Forwarding, Owners
@@ -79,11 +78,6 @@ class FrontOfSeveral:
             journal.cut_off(seat.num_cut_off)
             name, num = f"front {seat.number}", seat.num_cut_off
             events.note("front_back", f"{name} was killed with {num} open choices, and is back")
-
-    @property
-    def all_requests(self) -> OpenRequests:
-        """The open requests of all fronts if this one leads, otherwise its own."""
-        return self.leading or self._requests
 
     def num_parked(self) -> int:
         """Return the number of choices of all fronts that wait for a rank."""
