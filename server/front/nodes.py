@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from server.link.messages import Claim, Claimed, PoolClaim
+from server.machine.whole_files import replace_text
 from server.options.pools import Pool, num_ranks_of, pool_from_text, pool_of, pool_to_text
 
 RESERVED_S = 60.0
@@ -40,11 +41,9 @@ class JoinedPools:
         self.pools = [pool_from_text(line) for line in lines]
 
     def add(self, pool: Pool) -> None:
-        """Remember a pool. The file is replaced at once, because the front may be killed."""
+        """Remember a pool."""
         self.pools.append(pool)
-        partial_path = self._path.with_suffix(".partial")
-        partial_path.write_text("".join(f"{pool_to_text(each)}\n" for each in self.pools))
-        partial_path.replace(self._path)
+        replace_text(self._path, "".join(f"{pool_to_text(each)}\n" for each in self.pools))
 
 
 class Nodes:

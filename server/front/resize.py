@@ -32,6 +32,7 @@ from server.front.membership import Epochs
 from server.front.moves import Moves
 from server.front.readiness import why_no_change
 from server.link.messages import DropPlacement, ReadExperts, ToRank
+from server.machine.whole_files import replace_text
 
 _LOG = logging.getLogger("wideep.front")
 POLL_S = 0.02  # while an operation waits
@@ -156,9 +157,7 @@ class ResizeRecord:
             "operation": {"id": operation.id, "wanted": operation.wanted, "phase": operation.phase.value, "error": operation.error},
             "home": None if home is None else to_json(home),
         }  # fmt: skip
-        part = self._path.with_suffix(".partial")
-        part.write_text(json.dumps(said))
-        part.replace(self._path)
+        replace_text(self._path, json.dumps(said))
 
 
 class _ResizeError(Exception):

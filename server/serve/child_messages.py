@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self, get_args
 
+from server.machine.whole_files import replace_text
 from server.serve.children import READY_VARIABLE
 
 
@@ -111,10 +112,8 @@ class SupervisorState(NamedTuple):
         return cls(**json.loads(path.read_text()))
 
     def write(self, path: Path) -> None:
-        """Write the state, atomically."""
-        partial_path = path.with_suffix(".partial")
-        partial_path.write_text(json.dumps(self._asdict()))
-        partial_path.replace(path)
+        """Write the state."""
+        replace_text(path, json.dumps(self._asdict()))
 
 
 class MessagePipe:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TextIO
 from tqdm import tqdm
 
 from server.machine.lines import SCREEN_VARIABLE, is_json, say
+from server.machine.whole_files import replace_text
 
 IMPORTS = "torch and transformers"  # the first stage, until the rank writes its file
 START = "the service: ranks meet, HTTP opens"  # the last stage, until /health answers
@@ -95,9 +96,7 @@ class LoadingFile:
 
     def _write(self) -> None:
         self._written_s = self._now_s()
-        partial = self._path.with_suffix(".partial")
-        partial.write_text(json.dumps({"stages": self._stages, "facts": self._facts}))
-        partial.replace(self._path)
+        replace_text(self._path, json.dumps({"stages": self._stages, "facts": self._facts}))
 
 
 Loading = LoadingLines | LoadingFile

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from server.front.several.board import Board
+from server.machine.whole_files import replace_text
 
 _NAME = "service.json"
 
@@ -48,8 +49,6 @@ class ServiceState(NamedTuple):
 
     def publish(self, folder: Path, board: Board) -> int:
         """Replace the file, and return the state's number."""
-        partial_path = folder / f"{_NAME}.partial"
-        partial_path.write_text(json.dumps(self._asdict()))
-        partial_path.replace(folder / _NAME)
+        replace_text(folder / _NAME, json.dumps(self._asdict()))
         board.version += 1
         return board.version

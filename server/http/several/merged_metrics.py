@@ -19,6 +19,7 @@ from prometheus_client.utils import floatToGoString
 
 from server.front.several.board import Cell
 from server.front.several.seat import Seat
+from server.machine.whole_files import replace_text
 
 _LOG = logging.getLogger("wideep.front")
 FETCH_S = 5.0  # for another front's metrics
@@ -138,7 +139,7 @@ class ServiceMetrics:
     def _merged(self, texts: dict[int, str], pids: dict[int, int]) -> str:
         folder = self._seat.folder
         for number, text in texts.items():
-            _replace(_file_of(folder, number, pids[number]), text)
+            replace_text(_file_of(folder, number, pids[number]), text)
         answering = {_file_of(folder, number, pids[number]) for number in texts}
         living = {_file_of(folder, number, pid) for number, pid in pids.items()}
         old = folder / _OLD
@@ -146,7 +147,7 @@ class ServiceMetrics:
         gone = [path for path in silent if path not in living]
         if gone:  # their sums are kept in one file
             kept = [old.read_text()] if old.exists() else []
-            _replace(old, merge((), [*kept, *(path.read_text() for path in gone)]))
+            replace_text(old, merge((), [*kept, *(path.read_text() for path in gone)]))
             for path in gone:
                 path.unlink()
         ended = [path.read_text() for path in (old, *silent) if path.exists()]
@@ -155,9 +156,3 @@ class ServiceMetrics:
 
 def _file_of(folder: Path, number: int, pid: int) -> Path:
     return folder / f"metrics-{number}-{pid}.prom"
-
-
-def _replace(path: Path, text: str) -> None:
-    partial_path = path.with_suffix(".partial")
-    partial_path.write_text(text)
-    partial_path.replace(path)

@@ -13,6 +13,7 @@ from typing import Any
 from server.front.several.board import Cell
 from server.front.several.seat import Seat
 from server.http.observability.throughput import PeriodOfFront, Throughput
+from server.machine.whole_files import replace_text
 
 _KEPT_PERIODS = 4
 
@@ -39,11 +40,8 @@ class SharedSpeed:
             self._write()
 
     def _write(self) -> None:
-        path = self._path(self._seat.number)
-        partial_path = path.with_suffix(".partial")
         pid = self._seat.board.read(Cell.PID, self._seat.number)
-        partial_path.write_text(json.dumps({"pid": pid, "periods": list(self._periods)}))
-        partial_path.replace(path)
+        replace_text(self._path(self._seat.number), json.dumps({"pid": pid, "periods": list(self._periods)}))
 
     def _take(self, number: int) -> None:
         with contextlib.suppress(FileNotFoundError):  # that front has not written yet

@@ -11,6 +11,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from server.machine.whole_files import replace_text
+
 _LOG = logging.getLogger("wideep.front")
 
 
@@ -40,11 +42,8 @@ class LeftRuns:
 
     def note(self, run: LeftRun) -> None:
         """Write a run that begins. If the disk is full, the run would not survive its front."""
-        path = self._directory / str(run.response["id"])
-        partial_path = path.with_name(f"partial_{path.name}")
         try:
-            partial_path.write_text(json.dumps(run._asdict()))
-            partial_path.replace(path)
+            replace_text(self._directory / str(run.response["id"]), json.dumps(run._asdict()))
         except OSError as error:
             _LOG.warning("a background response is not kept for a restart of the front: %s", error.strerror)
 
