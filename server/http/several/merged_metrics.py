@@ -8,9 +8,10 @@ ranks report totals, which the replacement of the leading front counts again fro
 """
 
 import asyncio
+import contextlib
 import logging
 import re
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,12 +30,8 @@ _SUMMED = (
 )
 _OF_RANKS = (
     *("vllm:prefix_cache_", "vllm:num_preemptions", "vllm:iteration_tokens_total", "vllm:spec_decode_"),
-    *(
-        "vllm:prompt_tokens_cached_by_source",
-        "vllm:external_prefix_cache_",
-        "wideep:kv_",
-        "wideep:rank_losses",
-    ),
+    *("vllm:prompt_tokens_cached_by_source", "vllm:external_prefix_cache_", "wideep:kv_"),
+    "wideep:rank_losses",
 )
 _SAMPLE = re.compile(r"(?P<series>[^\s{]+(?:\{.*\})?) (?P<value>\S+)")
 _OLD = "ended.prom"  # the sums of processes that have ended
@@ -139,7 +136,8 @@ class ServiceMetrics:
     def _merged(self, texts: dict[int, str], pids: dict[int, int]) -> str:
         folder = self._seat.folder
         for number, text in texts.items():
-            replace_text(_file_of(folder, number, pids[number]), text)
+            with _tolerating_a_full_disk():
+                replace_text(_file_of(folder, number, pids[number]), text)
         answering = {_file_of(folder, number, pids[number]) for number in texts}
         living = {_file_of(folder, number, pid) for number, pid in pids.items()}
         old = folder / _OLD
@@ -147,11 +145,21 @@ class ServiceMetrics:
         gone = [path for path in silent if path not in living]
         if gone:  # their sums are kept in one file
             kept = [old.read_text()] if old.exists() else []
-            replace_text(old, merge((), [*kept, *(path.read_text() for path in gone)]))
-            for path in gone:
-                path.unlink()
+            with _tolerating_a_full_disk():
+                replace_text(old, merge((), [*kept, *(path.read_text() for path in gone)]))
+                for path in gone:
+                    path.unlink()
         ended = [path.read_text() for path in (old, *silent) if path.exists()]
         return merge(texts.values(), ended)
+
+
+@contextlib.contextmanager
+def _tolerating_a_full_disk() -> Iterator[None]:
+    """Log a failed write. The scrape is complete without it, unless a front is killed before the next one."""
+    try:
+        yield
+    except OSError as error:
+        _LOG.warning("metrics are not kept for a restart of a front: %s", error.strerror)
 
 
 def _file_of(folder: Path, number: int, pid: int) -> Path:

@@ -1,6 +1,7 @@
 """The speed of all fronts, for the log line and GET /throughput of the leading one.
 
-Each other front writes its figures of a period to its own file. The leading front adds the periods that it has not seen. A front keeps its last periods in the file, because the two do not count at the same time.
+Each other front writes its figures of a period to its own file. The leading front adds the periods that it has not seen.
+A front keeps its last periods in the file, because the two do not count at the same time.
 """
 
 import contextlib
@@ -25,9 +26,8 @@ class SharedSpeed:
         self._throughput, self._seat = throughput, seat
         self._number = 0  # of the newest period of this front
         self._periods: deque[tuple[int, PeriodOfFront]] = deque(maxlen=_KEPT_PERIODS)
-        self._seen: dict[
-            int, tuple[int, int]
-        ] = {}  # by front, its process and the newest period that was added
+        # By front: its process, and the newest period that was added.
+        self._seen: dict[int, tuple[int, int]] = {}
 
     def exchange(self) -> None:
         """Write this front's last period, or in the leading front add those of the others. Call it after each `tick`."""
@@ -41,18 +41,21 @@ class SharedSpeed:
 
     def _write(self) -> None:
         pid = self._seat.board.read(Cell.PID, self._seat.number)
-        replace_text(self._path(self._seat.number), json.dumps({"pid": pid, "periods": list(self._periods)}))
+        with contextlib.suppress(OSError):  # the disk is full: the next period may be written
+            replace_text(
+                self._path(self._seat.number), json.dumps({"pid": pid, "periods": list(self._periods)})
+            )
 
     def _take(self, number: int) -> None:
         with contextlib.suppress(FileNotFoundError):  # that front has not written yet
-            told = json.loads(self._path(number).read_text())
+            written = json.loads(self._path(number).read_text())
             pid, seen = self._seen.get(number, (0, 0))
-            seen = seen if pid == told["pid"] else 0
-            for at, fields in told["periods"]:
+            seen = seen if pid == written["pid"] else 0
+            for at, fields in written["periods"]:
                 if at > seen:
                     self._throughput.note_elsewhere(_period(fields))
                     seen = at
-            self._seen[number] = told["pid"], seen
+            self._seen[number] = written["pid"], seen
 
     def _path(self, number: int) -> Path:
         return self._seat.folder / f"speed-{number}.json"

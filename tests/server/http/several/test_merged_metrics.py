@@ -1,14 +1,17 @@
 """One scrape of several fronts."""
 
 import asyncio
+import errno
 import os
 from pathlib import Path
 
 import httpx
+import pytest
 
 from server.front.several.board import Cell
 from server.front.several.seat import Seat
 from server.http.observability.metrics import Metrics
+from server.http.several import merged_metrics
 from server.http.several.merged_metrics import ServiceMetrics, merge
 from tests.server.front.several.test_board import boards
 
@@ -97,6 +100,28 @@ def test_what_a_killed_front_counted_stays_and_a_silent_one_counts_as_before(tmp
     board.set(Cell.PID, os.getpid() + 1)  # the leading front was replaced: it counts from 0
     answers.append(text_of(counted(0, 6)).encode())
     assert scrape(counted(0, 1)) == 100 + 10 + 1 + 6
+
+
+def test_a_full_disk_spoils_no_scrape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    board, other = boards(tmp_path)
+    tokens = 'vllm:generation_tokens_total{engine="1",model_name="m"}'
+    texts = [text_of(counted(0, num)).encode() for num in (10, 20, 5)]
+
+    async def fetch(_number: int) -> bytes:
+        return texts.pop(0)
+
+    def scrape() -> float:
+        metrics = ServiceMetrics(counted(0, 100).text, Seat(0, 2, tmp_path, board, 0, 0), fetch)
+        return value_of(asyncio.run(metrics.text()).decode(), tokens)
+
+    def fail(_path: Path, _text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    assert scrape() == 110
+    monkeypatch.setattr(merged_metrics, "replace_text", fail)
+    assert scrape() == 120
+    other.set(Cell.PID, os.getppid())  # a replacement
+    assert scrape() == 100 + 10 + 5, "the killed process counts as it was last kept"
 
 
 def test_counters_of_the_ranks_reports_are_not_kept(tmp_path: Path) -> None:

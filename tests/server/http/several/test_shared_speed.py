@@ -1,10 +1,14 @@
 """The speed of all fronts in the figures of the leading one."""
 
+import errno
 from pathlib import Path
+
+import pytest
 
 from server.front.several.seat import Seat
 from server.http.observability.series import EVERY_S
 from server.http.observability.throughput import Throughput
+from server.http.several import shared_speed
 from server.http.several.shared_speed import SharedSpeed
 from tests.server.front.several.test_board import boards
 from tests.support.clock import Clock
@@ -39,6 +43,28 @@ def test_the_leading_front_shows_the_requests_of_all_as_if_they_were_its_own(tmp
     assert (
         leading.to_json()["http_errors"] == alone.to_json()["http_errors"] == {"4xx": 0, "429": 6, "5xx": 2}
     )
+
+
+def test_a_full_disk_only_leaves_out_periods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_path: Path, _text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    clock = Clock()
+    leading, other = (Throughput(clock=clock, calendar=clock) for _ in range(2))
+    taking, giving = (
+        SharedSpeed(each, Seat(board.number, 2, tmp_path, board, 0, 0))
+        for each, board in zip((leading, other), boards(tmp_path), strict=True)
+    )
+    for is_full in (True, False):
+        with monkeypatch.context() as patch:
+            if is_full:
+                patch.setattr(shared_speed, "replace_text", fail)
+            other.note_tokens(3, {})
+            clock.now_s += EVERY_S
+            other.tick(logs=False)
+            giving.exchange()
+            taking.exchange()
+        assert leading._now.output_tokens == (0 if is_full else 6)
 
 
 def test_a_replacement_starts_to_count_from_its_first_period(tmp_path: Path) -> None:
