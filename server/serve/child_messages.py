@@ -17,7 +17,7 @@ import os
 import select
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Self, get_args
+from typing import NamedTuple, Self, TypeVar, get_args
 
 from server.machine.whole_files import replace_text
 from server.serve.children import READY_VARIABLE
@@ -77,10 +77,11 @@ class Leaving(NamedTuple):
 
 
 FromChild = FrontAddresses | ServiceAddress | CacheBytes | Ready | Beat | Leaving
+MessageT = TypeVar("MessageT")
 _CLASSES: dict[tuple[str, ...], type[FromChild]] = {each._fields: each for each in get_args(FromChild)}
 
 
-def encode(message: FromChild) -> str:
+def encode(message: NamedTuple) -> str:
     """Return a message as JSON."""
     return json.dumps(message._asdict())
 
@@ -91,10 +92,19 @@ def decode(text: bytes | str) -> FromChild:
     Raises:
         ValueError: The text is not a message.
     """
+    return decode_as(_CLASSES, text)
+
+
+def decode_as(kinds: Mapping[tuple[str, ...], type[MessageT]], text: bytes | str) -> MessageT:
+    """Return the message in a JSON text. `kinds` has the possible ones by the names of their fields.
+
+    Raises:
+        ValueError: The text is not a message.
+    """
     fields = json.loads(text)
-    kind = _CLASSES.get(tuple(fields)) if isinstance(fields, dict) else None
-    if kind is None or any(type(fields[name]) is not kind.__annotations__[name] for name in kind._fields):
-        raise ValueError(f"not a message of a child: {text!r}")
+    kind = kinds.get(tuple(fields)) if isinstance(fields, dict) else None
+    if kind is None or any(type(fields[name]) is not of for name, of in kind.__annotations__.items()):
+        raise ValueError(f"not a message: {text!r}")
     return kind(**fields)
 
 

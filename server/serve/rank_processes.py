@@ -1,16 +1,17 @@
 """The connection between a front and the launcher of its node, over which a resize starts and stops ranks.
 
 It is a pair of sockets that the launcher creates. One end reaches the front through the supervisor of rank 0, and outlives both:
-the launcher keeps it open for their replacements. Messages are JSON lines. A replacement front begins with an empty line, because
-its predecessor may have died within one. torchrun has no such connection.
+the launcher keeps it open for their replacements. Messages are JSON lines, as in `child_messages`. A replacement front begins with
+an empty line, because its predecessor may have died within one. torchrun has no such connection.
 """
 
 import asyncio
-import json
 import os
 import socket
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, get_args
+
+from server.serve.child_messages import decode_as, encode
 
 LAUNCHER_VARIABLE = "WIDEEP_LAUNCHER_FD"  # the front's end, as a descriptor
 _MOST_BYTES = 1 << 16  # of a message
@@ -36,22 +37,19 @@ class RankEnded(NamedTuple):
 
 
 Message = StartRanks | KeepRanks | RankEnded
-_KINDS: dict[tuple[str, ...], type[Message]] = {
-    kind._fields: kind for kind in (StartRanks, KeepRanks, RankEnded)
-}
+_KINDS: dict[tuple[str, ...], type[Message]] = {each._fields: each for each in get_args(Message)}
 
 
 def write_line(message: Message) -> bytes:
     """Return a message as a line."""
-    return json.dumps(message._asdict()).encode() + b"\n"
+    return f"{encode(message)}\n".encode()
 
 
 def read_line(line: bytes) -> Message | None:
     """Return the message of a line, or None if the line has none: its sender has died within it."""
     try:
-        said = json.loads(line)
-        return _KINDS[tuple(said)](**said)
-    except (ValueError, KeyError, TypeError, AttributeError):
+        return decode_as(_KINDS, line)
+    except ValueError:
         return None
 
 

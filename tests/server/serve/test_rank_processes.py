@@ -21,7 +21,7 @@ from tests.support.service.service_processes import wait_until
 def test_messages_keep_their_values() -> None:
     messages: list[Message] = [StartRanks(4), KeepRanks(2), RankEnded(3, "too little memory\nat all")]
     assert [read_line(write_line(each)) for each in messages] == messages
-    for line in (b"", b"{", b"[]", b'{"start_ranks": 4, "more": 1}', b"7"):
+    for line in (b"", b"{", b"[]", b'{"start_ranks": 4, "more": 1}', b'{"keep_ranks": "2"}', b"7"):
         assert read_line(line) is None
 
 
