@@ -45,7 +45,7 @@ from server.serve.error_file import (
     read_failure,
     write_failure,
 )
-from server.serve.rank_processes import LAUNCHER_VARIABLE, KeepRanks, Line, RankEnded, StartRanks
+from server.serve.rank_processes import LAUNCHER_VARIABLE, FrontLine, KeepRanks, RankEnded, StartRanks
 from server.serve.restarts import RestartBudget
 from server.serve.store.rendezvous import RESTARTS_VARIABLE
 
@@ -110,7 +110,7 @@ class _Launcher:
         self._joining: set[int] = set()  # ranks that do not belong to the service yet
         self._newcomers: set[int] = set()  # ranks that a resize has started
         self._leaving: dict[int, float] = {}  # stopped ranks, and when they are killed, on time.monotonic()
-        self._line = Line()
+        self._line = FrontLine()
         self._selector = selectors.DefaultSelector()
 
     def run(self, stop_signals: StopSignals, *, when_started: Callable[[], None]) -> int:
@@ -226,7 +226,7 @@ class _Launcher:
             self._reap_orphans()
             reason = read_failure(directory / "error.json") or describe_end(worker)
             say(f"wideep: rank {rank} could not join the service: {reason}", error=True)
-            self._line.tell(RankEnded(rank, reason))
+            self._line.send(RankEnded(rank, reason))
             return None
         if status == 0:
             return None

@@ -53,7 +53,7 @@ def read_line(line: bytes) -> Message | None:
         return None
 
 
-class Line:
+class FrontLine:
     """The launcher's end."""
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class Line:
         *lines, self._partial = (self._partial + received).split(b"\n")
         return [message for line in lines if (message := read_line(line)) is not None]
 
-    def tell(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         """Send a message, or drop it if no front has read for a long time."""
         try:
             self._own.send(write_line(message))

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from server.serve.rank_processes import (
     LAUNCHER_VARIABLE,
+    FrontLine,
     KeepRanks,
     LauncherLine,
-    Line,
     Message,
     RankEnded,
     StartRanks,
@@ -26,7 +26,7 @@ def test_messages_keep_their_values() -> None:
 
 
 def test_a_front_and_its_replacement_use_the_same_line() -> None:
-    line, ended = Line(), list[tuple[int, str]]()
+    line, ended = FrontLine(), list[tuple[int, str]]()
 
     async def front(*sizes: int) -> None:
         own = LauncherLine.of({LAUNCHER_VARIABLE: str(line.fronts_fd)}, lambda *what: ended.append(what))
@@ -43,7 +43,7 @@ def test_a_front_and_its_replacement_use_the_same_line() -> None:
 
 
 def test_a_front_hears_of_ranks_that_ended() -> None:
-    line, ended = Line(), list[tuple[int, str]]()
+    line, ended = FrontLine(), list[tuple[int, str]]()
 
     async def until(is_true: Callable[[], bool]) -> None:
         while not is_true():
@@ -52,8 +52,8 @@ def test_a_front_hears_of_ranks_that_ended() -> None:
     async def front() -> None:
         own = LauncherLine.of({LAUNCHER_VARIABLE: str(line.fronts_fd)}, lambda *what: ended.append(what))
         assert own is not None
-        line.tell(RankEnded(2, "no memory"))
-        line.tell(RankEnded(3, "killed"))
+        line.send(RankEnded(2, "no memory"))
+        line.send(RankEnded(3, "killed"))
         await asyncio.wait_for(until(lambda: len(ended) == 2), 20)
 
     asyncio.run(front())
@@ -66,8 +66,8 @@ def test_without_a_launcher_there_is_no_line() -> None:
 
 
 def test_a_front_that_does_not_read_does_not_stop_the_launcher() -> None:
-    line = Line()
+    line = FrontLine()
     for rank in range(10_000):
-        line.tell(RankEnded(rank, "killed" * 100))
+        line.send(RankEnded(rank, "killed" * 100))
     wait_until(lambda: line.read() == [], lambda: "there is something to read")
     line.close()
