@@ -20,8 +20,6 @@ examples:
   wideep drain 1               wait until rank 1 has no requests
   wideep drain 1 --undo        let it take requests again
 """
-
-
 _SCALE_EXAMPLE = """\
 examples:
   wideep scale 4               serve with 4 ranks from now on
@@ -70,16 +68,19 @@ def _add_status_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_seconds(parser: argparse.ArgumentParser, flag: str, default: float | None, text: str) -> None:
+    parser.add_argument(flag, type=_timeout, default=default, metavar="SECONDS", help=text)
+
+
 def _add_drain_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("rank", type=_rank, metavar="RANK", help="number of the rank")
     add_url(parser)
     parser.add_argument("--undo", action="store_true", help="let the rank take requests again")
-    parser.add_argument(
+    _add_seconds(
+        parser,
         "--timeout",
-        type=_timeout,
-        default=300.0,
-        metavar="SECONDS",
-        help="longest wait; the drain continues after it, and 0 only begins it (default: %(default)g)",
+        300.0,
+        "longest wait; the drain continues after it, and 0 only begins it (default: %(default)g)",
     )
     parser.add_argument("--json", action="store_true", help="print the state as JSON")
 
@@ -93,18 +94,17 @@ def _add_scale_flags(parser: argparse.ArgumentParser) -> None:
     )
     add_url(parser)
     parser.add_argument("--abort", action="store_true", help="end the resize that runs, while it prepares")
-    parser.add_argument(
+    _add_seconds(
+        parser,
         "--drain-timeout",
-        type=_timeout,
-        default=120.0,
-        metavar="SECONDS",
-        help="time for requests of leaving ranks to move; others compute the rest again (default: %(default)g)",
+        120.0,
+        "time for requests of leaving ranks to move; others compute the rest again (default: %(default)g)",
     )
-    parser.add_argument(
+    _add_seconds(
+        parser,
         "--timeout",
-        type=_timeout,
-        metavar="SECONDS",
-        help="deadline, after which the service stays as it was (default: the service's --resize-timeout-seconds)",
+        None,
+        "deadline, after which the service stays as it was (default: the service's --resize-timeout-seconds)",
     )
     parser.add_argument(
         "--id", metavar="ID", help="id of the operation; the same id again waits for the same operation"
