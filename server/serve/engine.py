@@ -103,8 +103,9 @@ def run_engine(options: Options, *, environment: Mapping[str, str] = os.environ)
     except FrontGoneError:
         return FRONT_IS_GONE
     except FAILURES as error:
-        is_as_said = pool is None or isinstance(error, OF_SERVICE)
-        text = str(error) if is_as_said or pool is None else by_rank(str(error), pool.ranks)
+        text = str(error)
+        if pool is not None and not isinstance(error, OF_SERVICE):
+            text = by_rank(text, pool.ranks)
         say(f"rank {place.rank}: {type(error).__name__}: {text}", error=True)
         return 1
     return 0

@@ -166,9 +166,7 @@ class Supervisor:
                     self._start_engine()
             return self._wait(stop_signals.fd)
         finally:
-            stop_children(
-                [*self._fronts.values(), *([self._engine] if self._engine else [])], grace_s=STOP_GRACE_S
-            )
+            stop_children(self._children(), grace_s=STOP_GRACE_S)
             if self._spare is not None:
                 self._spare.close()
             self._selector.close()
@@ -229,27 +227,25 @@ class Supervisor:
         self._policy.drained_s = time.monotonic() + timeout_s + DRAIN_GRACE_S
         return None
 
+    def _children(self) -> list[Child]:
+        return [*self._fronts.values(), *([self._engine] if self._engine else [])]
+
     def _watch(self, fd: int, callback: Callable[[], int | None]) -> None:
         self._selector.register(fd, selectors.EVENT_READ, callback)
 
     def _start_front(self, number: int) -> None:
-        pipe, is_only, launcher = (
-            MessagePipe(),
-            self._options.api_server_count == 1,
-            self._environment.get(LAUNCHER_VARIABLE),
-        )
+        pipe, name = MessagePipe(), "the front"
         extra = {KEPT_VARIABLE: self._make_folder(), **self._front_variable()}
-        kept_fds = (pipe.child_fd,) if launcher is None else (pipe.child_fd, int(launcher))
         ranks, fd = str(self._place.world_size), str(pipe.child_fd)
-        flags = ("--ranks", ranks, "--ready-fd", fd, "--ranks-host", self._front_host)
-        name = "the front" if is_only else f"front {number}"
+        flags = ["--ranks", ranks, "--ready-fd", fd, "--ranks-host", self._front_host]
+        if self._options.api_server_count > 1:
+            name = f"front {number}"
+            flags += ["--front-number", str(number)]
+        fds = [pipe.child_fd]
+        if (launcher := self._environment.get(LAUNCHER_VARIABLE)) is not None:
+            fds.append(int(launcher))
         front = self._start(
-            name,
-            self._commands.front,
-            flags if is_only else (*flags, "--front-number", str(number)),
-            extra,
-            kept_fds,
-            stop_signal=END_NOW_SIGNAL,
+            name, self._commands.front, tuple(flags), extra, tuple(fds), stop_signal=END_NOW_SIGNAL
         )
         pipe.close_child_end()
         self._fronts[number] = front
@@ -413,8 +409,7 @@ class Supervisor:
 
     def _reap_orphans(self) -> None:
         """Reap ended orphans of a killed front. We adopt orphans because of the engines' spares."""
-        children = (*self._fronts.values(), *([self._engine] if self._engine else []))
-        ours = frozenset(child.process.pid for child in children)
+        ours = frozenset(child.process.pid for child in self._children())
         for pid in ended_children(spared=ours):
             if self._spare is None or pid != self._spare.pid:
                 os.waitpid(pid, 0)
