@@ -17,7 +17,7 @@ import logging
 import time
 import uuid
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -42,7 +42,7 @@ MOST_OPERATIONS = 16  # remembered
 
 
 class ResizePhase(Enum):
-    """The state of an operation. `idle` without any."""
+    """The state of an operation. A service without any is idle."""
 
     IDLE = "idle"
     PREPARING = "preparing"
@@ -72,7 +72,9 @@ class ResizedPool(Protocol):
 class RankStreams(Protocol):
     """The ranks' streams, implemented by `server.link.ranks.Ranks`."""
 
-    attached: Any  # by rank
+    @property
+    def attached(self) -> Mapping[int, object]:
+        """The streams, by rank."""
 
     def post(self, rank: int, message: ToRank) -> None:
         """Send a message to a rank, unless it is gone."""
@@ -129,6 +131,16 @@ class Operation:
     def has_ended(self) -> bool:
         return self.phase in (ResizePhase.COMPLETED, ResizePhase.FAILED)
 
+    def to_json(self, now_s: float) -> dict[str, Any]:
+        """Return the fields that responses show."""
+        return {
+            "operation_id": self.id,
+            "phase": self.phase.value,
+            "stage": self.stage,
+            "error": self.error,
+            "seconds": round(self.seconds if self.has_ended else now_s - self.begun_s, 3),
+        }
+
     def leaving(self) -> range:
         """Return the ranks that leave."""
         return range(self.wanted, self.former)
@@ -136,6 +148,15 @@ class Operation:
     def coming(self) -> range:
         """Return the ranks that come."""
         return range(self.former, self.wanted)
+
+
+_NO_OPERATION = {
+    "operation_id": None,
+    "phase": ResizePhase.IDLE.value,
+    "stage": "",
+    "error": None,
+    "seconds": 0.0,
+}
 
 
 class ResizeRecord:
@@ -322,7 +343,10 @@ class Resize:
         return running.coming() if running and running.phase is ResizePhase.PREPARING else range(0)
 
     def placement_for(self, rank: int) -> tuple[int, Placement | None] | None:
-        """Return the number of ranks and the placement with which an engine of this rank starts. None: it is not wanted."""
+        """Return the number of ranks and the placement with which an engine of this rank starts.
+
+        Returns None if the service does not want the rank.
+        """
         if rank in self._pool.epochs.ranks:
             return self._pool.epochs.num_ranks, self._pool.home
         if rank in self.coming and self._running is not None and self._target is not None:
@@ -346,30 +370,12 @@ class Resize:
     def to_json(self, operation: Operation | None = None) -> dict[str, Any]:
         """Return the state of an operation, by default of the newest one, with vLLM's fields."""
         operation = operation or self.find()
-        if operation is None:
-            shown = {
-                "operation_id": None,
-                "phase": ResizePhase.IDLE.value,
-                "stage": "",
-                "error": None,
-                "seconds": 0.0,
-            }
-            requested = None
-        else:
-            seconds = operation.seconds if operation.has_ended else self._clock() - operation.begun_s
-            requested = operation.wanted
-            shown = {
-                "operation_id": operation.id,
-                "phase": operation.phase.value,
-                "stage": operation.stage,
-                "error": operation.error,
-                "seconds": round(seconds, 3),
-            }
+        shown = _NO_OPERATION if operation is None else operation.to_json(self._clock())
         return {
             "is_scaling_elastic_ep": self._running is not None,
             **shown,
             "epoch": self._pool.epochs.number,
-            "requested_data_parallel_size": requested,
+            "requested_data_parallel_size": None if operation is None else operation.wanted,
             "effective_data_parallel_size": self.num_ranks,
         }
 
