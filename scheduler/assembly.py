@@ -130,7 +130,7 @@ def assemble(
             `store`.
         is_joining: Do not meet other ranks now. The engine loads its share of weights as at a first start; `run` waits
             for an order to join an epoch. The call is then local and needs a store.
-        placement: Which share of the experts a joining rank loads, over all ranks. None: as at a first start.
+        placement: Which share of the experts a joining rank loads, over all ranks. None means the one of a first start.
         available: Returns the free memory in bytes; called before this rank takes over a lost rank's experts.
         memory: Counters of the device's memory, for tests. None: a GPU's own. With counters, the largest step runs before
             the cache is sized, unless the rank is joining.

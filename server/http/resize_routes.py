@@ -26,12 +26,13 @@ class ResizeForm(BaseModel):
     new_data_parallel_size: int = Field(ge=1, le=MOST_RANKS)
     drain_timeout: float = Field(default=DRAIN_S, ge=0, le=MOST_S, allow_inf_nan=False)
     operation_id: str | None = Field(default=None, min_length=1, max_length=128)
-    timeout: float | None = Field(default=None, gt=0, le=MOST_S, allow_inf_nan=False)  # None: the service's
+    # None means --resize-timeout-seconds.
+    timeout: float | None = Field(default=None, gt=0, le=MOST_S, allow_inf_nan=False)
     wait: bool = True
 
 
 class AbortForm(BaseModel):
-    """The operation to abort. None: the one that runs."""
+    """The operation to abort. None means the one that runs."""
 
     model_config = ConfigDict(extra="forbid")
     operation_id: str | None = None

@@ -94,7 +94,7 @@ _NO_SLEEP = "The service cannot sleep: sleep mode is not implemented on GPUs. It
 _NO_UPDATE = (
     "The service cannot change its weights: updates are not implemented on GPUs. They work with --device cpu."
 )
-_NO_UPDATE_OF_FRONTS = "This works with one front only: restart the service without --api-server-count."
+_ONE_FRONT_ONLY = "This works with one front only: restart the service without --api-server-count."
 
 
 class HttpService:
@@ -184,7 +184,7 @@ class HttpService:
             adapters=self.adapters,
             shared=None if seat is None else seat.board,
         )
-        self.pausing = Pausing(self.requests, why_impossible=None if seat is None else _NO_UPDATE_OF_FRONTS)
+        self.pausing = Pausing(self.requests, why_impossible=None if seat is None else _ONE_FRONT_ONLY)
         self._weight_group = WeightGroup()
         self.fronts = (
             None
@@ -485,7 +485,7 @@ class HttpService:
         self.on_size(num_ranks, most)
 
     def placement_for(self, pool: PoolFront, rank: int) -> tuple[int, Placement | None] | None:
-        """Return the number of ranks and the placement with which an engine of a pool begins. None: it is not wanted.
+        """Return the number of ranks and the placement with which an engine of a pool begins. Returns None if it is not wanted.
 
         The number is 0 if the service has pools. Their sizes do not change.
         """
@@ -558,13 +558,13 @@ def _steps(ranks: Ranks) -> dict[int, int]:
 
 def _why_no_update(options: Options) -> str | None:
     if options.api_server_count > 1:
-        return _NO_UPDATE_OF_FRONTS
+        return _ONE_FRONT_ONLY
     return _NO_UPDATE if options.device == "cuda" else None
 
 
 def _no_resizes(options: Options) -> ApiError | None:
     if options.api_server_count > 1:
-        return ApiError(501, f"The service cannot be resized: it has several fronts. {_NO_UPDATE_OF_FRONTS}")
+        return ApiError(501, f"The service cannot be resized: it has several fronts. {_ONE_FRONT_ONLY}")
     reason = why_no_resizes(options)
     return None if reason is None else bad_request(reason)
 

@@ -48,8 +48,8 @@ class LeadingFront:
         """Publish the state if it has changed."""
         state = self._decisions()
         state = state._replace(
-            is_paused=self._is_paused
-            and state.sleep_level > 0,  # the one before may have ended between the two
+            # An earlier process of this front may have been killed between the pause and the sleep.
+            is_paused=self._is_paused and state.sleep_level > 0,
             num_aborts=self._num_aborts,
             num_forgets=self._num_forgets,
         )

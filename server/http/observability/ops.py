@@ -106,19 +106,20 @@ def membership_routes(
 
     async def show_status() -> dict[str, Any]:
         """Return the serving ranks, the missing ranks with reason and time, draining ranks, pools with their roles, sleep mode, the
-        newest resize,
-        the tiers of the KV cache, and past events.
+        newest resize, the tiers of the KV cache, and past events.
         """
         status = status_of(pools, time.monotonic(), time.time(), drains(), roles=roles())
         level, is_waking, seconds = sleep_mode.state
         sleep = {"level": level, "waking": is_waking, "seconds": round(seconds, 3)}
-        told = {
+        return {
+            **status,
+            "replays": num_replayed(),
+            "waiting_requests": num_parked(),
             "sleep": sleep,
             "resize": resize.to_json(),
             "tiers": tiers.to_json(),
             "events": events.to_json(),
         }
-        return {**status, "replays": num_replayed(), "waiting_requests": num_parked(), **told}
 
     router.add_api_route("/v1/fault_tolerance/status", show_status, methods=["GET"], response_model=None)
     return router

@@ -105,8 +105,8 @@ def _previous_of(body: bytes) -> str | None:
     if _PREVIOUS.encode() not in body:
         return None
     with contextlib.suppress(ValueError):
-        asked = json.loads(body)
-        previous = asked.get(_PREVIOUS) if isinstance(asked, dict) else None
+        fields = json.loads(body)
+        previous = fields.get(_PREVIOUS) if isinstance(fields, dict) else None
         return previous if isinstance(previous, str) else None
     return None
 
@@ -180,9 +180,8 @@ class Forwarding:
             await send(
                 {"type": "http.response.start", "status": response.status_code, "headers": _lower(headers)}
             )
-            with contextlib.suppress(
-                httpx.HTTPError
-            ):  # the connection is cut, because the answer is not whole
+            # If that front is lost, the connection to the client is cut, because the answer is not whole.
+            with contextlib.suppress(httpx.HTTPError):
                 async for chunk in response.aiter_raw():
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -65,9 +65,8 @@ class ForeignFlag:
     fits: Fits = NONE
     becomes: str = ""  # our flag with the same meaning
     key: str = ""  # the key that it sets in that flag's JSON; if empty, it sets the whole value
-    spelled: Mapping[str, str | None] = field(
-        default_factory=dict
-    )  # values of the other program -> ours; None: no effect
+    # Our values for those of the other program. None marks a value without effect.
+    spelled: Mapping[str, str | None] = field(default_factory=dict)
     # Returns our value, or raises OptionsError without the flag's name, if a value is more than one word. `spelled` describes it.
     means: Callable[[Any], str] | None = None
 

@@ -30,7 +30,7 @@ def why_not_resized(
     """Return why the service cannot change from one number of ranks to another, or None if it can.
 
     Args:
-        free_bytes: Free memory of this machine. `cores`: Its cores. None: they are measured.
+        free_bytes: Free memory of this machine. `cores`: Its cores. None means that they are measured.
     """
     cores = cores or usable_cores()
     try:
