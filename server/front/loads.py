@@ -130,10 +130,8 @@ class RankLoads:
         """`shared` has the counts of all fronts; None if this is the only one."""
         assert num_ranks >= 1, "a service has at least one rank"
         own = RankCounts(*np.zeros((len(RankCounts._fields), num_ranks), dtype=np.int64))
-        self._shared, self._own = shared, own if shared is None else shared.own_loads
-        self._outstanding, self._num_admitted, self._num_open, self._num_coming, self._prompt_tokens = (
-            self._own
-        )
+        self._shared = shared
+        self._count_in(own if shared is None else shared.own_loads)
         self._seats = np.full(num_ranks, _MANY_SEATS)  # until ranks report them
         self._step_tokens = np.full(num_ranks, USUAL_STEP_TOKENS)
         self._is_available = np.ones(num_ranks, dtype=bool)
@@ -159,18 +157,19 @@ class RankLoads:
         if added <= 0:
             return
         assert self._shared is None, "several fronts share counts of a fixed size"
-        self._own = RankCounts(*(np.pad(counts, (0, added)) for counts in self._own))
-        self._outstanding, self._num_admitted, self._num_open, self._num_coming, self._prompt_tokens = (
-            self._own
-        )
-        for name, filler in (
-            *(("_seats", _MANY_SEATS), ("_step_tokens", USUAL_STEP_TOKENS)),
-            *dict.fromkeys(("_is_available", "_is_draining"), False).items(),
-            *dict.fromkeys(("_runs_prompts", "_runs_decodes"), True).items(),
-        ):
-            values = getattr(self, name)
-            setattr(self, name, np.append(values, np.full(added, filler, dtype=values.dtype)))
+        self._count_in(RankCounts(*(np.pad(counts, (0, added)) for counts in self._own)))
+        self._seats = np.pad(self._seats, (0, added), constant_values=_MANY_SEATS)
+        self._step_tokens = np.pad(self._step_tokens, (0, added), constant_values=USUAL_STEP_TOKENS)
+        self._is_available = np.pad(self._is_available, (0, added))
+        self._is_draining = np.pad(self._is_draining, (0, added))
+        self._runs_prompts = np.pad(self._runs_prompts, (0, added), constant_values=True)
+        self._runs_decodes = np.pad(self._runs_decodes, (0, added), constant_values=True)
         self._hosts += [""] * added
+
+    def _count_in(self, own: RankCounts) -> None:
+        """Use these counts, which change in place."""
+        self._own = own
+        self._outstanding, self._num_admitted, self._num_open, self._num_coming, self._prompt_tokens = own
 
     @property
     def outstanding_tokens(self) -> tuple[int, ...]:
