@@ -227,17 +227,7 @@ class HttpService:
         # The leading front has the files.
         files = _file_store(options.http, keys, kept, clock) if self.leads else None
         self.model = served_model(options, tokenizer, ranks, self.adapters, files)
-        name, are_named = options.served_model_names[0], self.pools.has_several
-        metrics.add(ExpertsMetrics(self.pools.loads, name, are_named=are_named))
-        metrics.add(AdapterMetrics(self.adapters, name))
-        if self.model.images is not None:
-            encoder = self.model.images.encoder
-            metrics.add(ImageMetrics(lambda: encoder.counts))
-        metrics.add(FrontMetrics(self.requests, router, name))
-        metrics.add(
-            MembershipMetrics(self.pools.memberships, journal, self._num_parked, name, are_named=are_named)
-        )
-        metrics.add(ResizeMetrics(self.resize, name))
+        self._add_metrics(options.served_model_names[0])
         version = version_of("wideep") or "0+unknown"  # an uninstalled checkout
         self._traces = Traces.to(options.log.otlp_endpoint, service_version=version)
         self._left_runs = LeftRuns(kept / self._own_folder("background"))
@@ -267,6 +257,18 @@ class HttpService:
         if self.fronts is not None:
             # Its clients are fronts, which forward the address of theirs.
             self._inner = HttpServer(inner_app(app), HttpOptions(forwarded_allow_ips=("*",)))
+
+    def _add_metrics(self, name: str) -> None:
+        pools, add = self.pools, self._metrics.add
+        are_named = pools.has_several
+        add(ExpertsMetrics(pools.loads, name, are_named=are_named))
+        add(AdapterMetrics(self.adapters, name))
+        if self.model.images is not None:
+            encoder = self.model.images.encoder
+            add(ImageMetrics(lambda: encoder.counts))
+        add(FrontMetrics(self.requests, self._router, name))
+        add(MembershipMetrics(pools.memberships, self._journal, self._num_parked, name, are_named=are_named))
+        add(ResizeMetrics(self.resize, name))
 
     def _answer_once(self, app: ASGIApp, kept: Path, secret: str, clock: SteadyClock) -> ASGIApp:
         """Return the layer that answers requests with an Idempotency-Key, at the front that the key belongs to."""
