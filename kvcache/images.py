@@ -51,7 +51,9 @@ class Image(NamedTuple):
     height: int = 0  # rows per column and per line; 0 if positions count like those of text
     width: int = 0
     path: str = ""  # file of the rows on the front's host
-    rows: np.ndarray | None = None  # [L, all rows of the image, D] float32. None means that they must be read first.
+    rows: np.ndarray | None = (
+        None  # [L, all rows of the image, D] float32. None means that they must be read first.
+    )
 
     @property
     def end(self) -> int:

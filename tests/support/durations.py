@@ -1,7 +1,8 @@
 """The durations of the tests, kept in tests/durations.txt, and a ceiling for each test.
 
-`make test-all ARGS=--record-durations` writes the file on two idle cores. With `--ceilings`, as in CI, a test that takes longer
-than its ceiling fails the session. The ceiling is generous, since machines differ and other programs may run.
+`make test-all ARGS=--record-durations` writes the file on two idle cores; a test checks that no recorded test is too long. With
+`--ceilings`, as in CI, a test that takes longer than its ceiling fails the session. The ceiling only finds tests that hang: a
+test may wait a minute while others compile kernels for the first time on a slow machine.
 """
 
 from collections import defaultdict
@@ -16,7 +17,7 @@ LEAST_S = 2.0  # shorter tests are not listed
 # Most that a recorded test of `make test`, or one marked slow, may take. A file's first test may start a service.
 FAST_S, SLOW_S = 25.0, 180.0
 MARGIN = 3.0  # a ceiling per recorded second
-UNLISTED_S = 20.0  # seconds that count for a test without a record, or with a short one
+UNLISTED_S = 60.0  # seconds that count for a test without a record, or with a short one
 LONG_FILE_S = 20.0  # least recorded seconds of a file that starts before others
 
 
