@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from scheduler.policy.request import FinishReason, Request
-from server.front.loads import MoveCause
+from server.front.routing.loads import MoveCause
 
 HISTORY = 4096  # outcomes kept
 MAX_INCIDENTS = 3  # without a token in between: a request that kills its ranks must not do so forever

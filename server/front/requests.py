@@ -32,10 +32,10 @@ from server.front.detokenizer import Decoder
 from server.front.errors import ApiError
 from server.front.generations import NOBODY, Answer, Ask, Asker, Generation
 from server.front.journal import MAX_INCIDENTS, Journal
-from server.front.loads import MoveCause
-from server.front.moves import Moves
-from server.front.prefix_sources import PrefixSources
-from server.front.router import Router
+from server.front.routing.loads import MoveCause
+from server.front.routing.moves import Moves
+from server.front.routing.prefix_sources import PrefixSources
+from server.front.routing.router import Router
 from server.front.timing import Timing, timing_of
 from server.link.messages import Abort, Expect, RankFacts
 from server.link.ranks import Ranks

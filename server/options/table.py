@@ -55,7 +55,7 @@ from server.options.pools import (
 
 DEMO_MODEL = "demo"
 FCFS, PRIORITY = "fcfs", "priority"  # scheduling policies
-ROUTER_NAMES = ("prefix", "fewest", "round-robin")  # see `server.front.routers`
+ROUTER_NAMES = ("prefix", "fewest", "round-robin")  # see `server.front.routing.routers`
 RESIZE_TIMEOUT_S = 600.0
 SHUTDOWN_TIMEOUT_S = 25.0  # torchrun and Kubernetes kill a process 30 s after SIGTERM
 MAX_SOCKET_PATH = 107  # bytes; Linux's sockaddr_un holds 108, including the final zero

@@ -79,7 +79,7 @@ ENGINE = Command(
     usage="wideep engine [MODEL] [FLAGS]",
     add_flags=add_options,
     prepare=_options,
-    run="server.serve.engine:run_engine",
+    run="server.serve.rank.engine:run_engine",
     takes_options=True,
 )
 FRONT = Command(
@@ -88,6 +88,6 @@ FRONT = Command(
     usage="wideep front [MODEL] [FLAGS]",
     add_flags=_add_front_flags,
     prepare=_front_arguments,
-    run="server.serve.front_main:run_front",
+    run="server.serve.front.front_main:run_front",
     takes_options=True,
 )

@@ -42,7 +42,6 @@ from server.serve.children import (
 from server.serve.error_file import absences, first_failure
 from server.serve.greeting import greeting, ranks_in_words, summary
 from server.serve.launcher import num_rank_folders
-from server.serve.loading import LoadingScreen, has_screen
 from server.serve.preflight.checkpoint import with_checkpoint
 from server.serve.preflight.checks import check_start, say_notes
 from server.serve.preflight.device import Device, choose_device, on_device
@@ -51,6 +50,7 @@ from server.serve.preflight.memory import usable_cores
 from server.serve.preflight.model import PreflightError
 from server.serve.preflight.probe import capacity_of, is_healthy
 from server.serve.preflight.tiers import with_hand_over
+from server.serve.rank.loading import LoadingScreen, has_screen
 from server.serve.supervisor import DRAIN_GRACE_S, UNDER_SERVE
 
 AGENT_GRACE_S = 3.2  # the launcher waits for workers, which kill their children after STOP_GRACE_S

@@ -60,9 +60,9 @@ from server.serve.children import (
     stop_children,
 )
 from server.serve.error_file import ERROR_FILE, LAST, write_absence, write_failure
+from server.serve.rank.spare import SPARE_VARIABLE, Spare, StartOrder
 from server.serve.rank_processes import LAUNCHER_VARIABLE
 from server.serve.restarts import Next, RestartPolicy
-from server.serve.spare import SPARE_VARIABLE, Spare, StartOrder
 from server.serve.store.rendezvous import RESTARTS_VARIABLE, Place
 from server.serve.watchdog import Watchdog
 

@@ -35,7 +35,7 @@ OTHERS = {
     "guidellm": "--backend --constraint --data --data-loader --disable-console-interactive --output --profile",
     "benchmarks.faults": "--nodes --open --random --tiers --tokens",
     "benchmarks.front": "--against --step-s --streams",
-    "benchmarks.pools": "--every --prompt-tokens --ranks --seconds --streams",
+    "benchmarks.kv.pools": "--every --prompt-tokens --ranks --seconds --streams",
     "benchmarks.weights.quantisation": "--forms",
     "gpu_day.sh": "--minutes --parts --resume --tiny --units",
     "other benchmarks": "--batch --experts --repeats --rounds --runs --save --table --tasks",

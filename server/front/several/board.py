@@ -16,8 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
-from server.front.loads import RankCounts
-from server.front.prefixes import PrefixMemory
+from server.front.routing.loads import RankCounts
+from server.front.routing.prefixes import PrefixMemory
 from server.front.several.shared_prefixes import SharedPrefixes, shared_numbers
 
 NUM_KEY_PLACES = 4096  # for the open choices by API key; keys that share a place share a limit

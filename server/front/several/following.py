@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from server.front.loads import RankLoads
-from server.front.moves import Moves
 from server.front.requests import Requests
+from server.front.routing.loads import RankLoads
+from server.front.routing.moves import Moves
 from server.front.several.board import Board, Cell
 from server.front.several.service_state import ServiceState
 from server.link.messages import RankFacts

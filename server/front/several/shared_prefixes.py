@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from server.front.prefixes import MAX_PREFIX_CHUNKS, PREFIX_CHUNK_TOKENS, PrefixMemory, chain
+from server.front.routing.prefixes import MAX_PREFIX_CHUNKS, PREFIX_CHUNK_TOKENS, PrefixMemory, chain
 
 _NUM_PLACES = 2 * MAX_PREFIX_CHUNKS
 _RANKS_PER_WORD = 63  # the sign is left out

@@ -50,7 +50,7 @@ class RanksToUpdate(RanksToOrder, Protocol):
 
 
 class Pools(Protocol):
-    """The state of all pools, implemented by `server.serve.pool_front.PoolFronts`."""
+    """The state of all pools, implemented by `server.serve.front.pool_front.PoolFronts`."""
 
     def members(self) -> Collection[int] | None:
         """Return the ranks that serve, or None while a pool regroups."""

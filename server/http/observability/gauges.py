@@ -13,9 +13,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from server.front.journal import Journal
-from server.front.loads import MoveCause
-from server.front.membership import Epochs, Phase
-from server.front.resize import Resize, ResizePhase
+from server.front.members.membership import Epochs, Phase
+from server.front.members.resize import Resize, ResizePhase
+from server.front.routing.loads import MoveCause
 
 _LABELS = ("model_name", "engine")
 
@@ -67,7 +67,7 @@ class OpenCount(Protocol):
 
 
 class Loads(Protocol):
-    """The part of `server.front.router.Router` that is exported."""
+    """The part of `server.front.routing.router.Router` that is exported."""
 
     @property
     def outstanding_tokens(self) -> tuple[int, ...]:

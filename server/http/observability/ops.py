@@ -14,9 +14,9 @@ from starlette.responses import PlainTextResponse, Response
 
 from server.front import errors
 from server.front.events import EventLog
-from server.front.membership import Epochs, Phase
-from server.front.moves import Drain
-from server.front.resize import Resize
+from server.front.members.membership import Epochs, Phase
+from server.front.members.resize import Resize
+from server.front.routing.moves import Drain
 from server.front.sleep_mode import SleepMode
 from server.http.errors import ErrorResponse
 from server.http.json_writer import json_response

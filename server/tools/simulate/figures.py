@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from scheduler.policy.scheduler import SchedulerStats
-from server.front.loads import MoveCause
+from server.front.routing.loads import MoveCause
 from server.tools.simulate.rank import Rows
 from server.tools.size.costs.step_times import StepCost, StepTimes
 

@@ -15,7 +15,7 @@ from moe.families import UnsupportedModelError
 from scheduler.policy.config import ConfigError
 from scheduler.policy.limits import SchedulerLimitsError
 from server.clients.progress import RequestProgress
-from server.front.routers import ROUTERS
+from server.front.routing.routers import ROUTERS
 from server.http.client import ServiceClient, ServiceError, api_key_of
 from server.options.flag import OptionsError
 from server.options.pools import Pool, have_roles, in_words, num_ranks_of, pools_of

@@ -16,9 +16,9 @@ import numpy as np
 
 from scheduler.policy.request import FinishReason, RankStats, Request, RequestOutput, SamplingParams
 from scheduler.policy.scheduler import SchedulerStats
-from server.front.loads import EXPECTED_OUTPUT_TOKENS, MoveCause
-from server.front.moves import MOVE_EVERY_S
-from server.front.router import Assignment, Router
+from server.front.routing.loads import EXPECTED_OUTPUT_TOKENS, MoveCause
+from server.front.routing.moves import MOVE_EVERY_S
+from server.front.routing.router import Assignment, Router
 from server.options.pools import Pool, have_roles
 from server.tools.simulate.experts import ExpertBalance
 from server.tools.simulate.figures import RequestOutcome, SimulationFigures

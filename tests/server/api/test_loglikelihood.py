@@ -15,9 +15,9 @@ from scheduler.policy.request import Request
 from server.api.openai.completions import completion_routes
 from server.api.served import ServedModel
 from server.front.journal import Journal
-from server.front.moves import Moves
 from server.front.requests import Requests
-from server.front.router import Router
+from server.front.routing.moves import Moves
+from server.front.routing.router import Router
 from server.front.structure.structure_checks import StructureChecks
 from server.front.tokenizer import Tokenizer
 from server.http.app import build_app

@@ -9,8 +9,8 @@ import pytest
 from server.cli import main
 from server.clients import status as client_status
 from server.front.events import EventLog
-from server.front.membership import Epochs
-from server.front.moves import Drain
+from server.front.members.membership import Epochs
+from server.front.routing.moves import Drain
 from server.http.client import ServiceClient
 from server.http.observability.ops import status_of
 from server.options.pools import Role

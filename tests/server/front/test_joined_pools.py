@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from expert_placement.placement import linear_placement
-from server.front.nodes import JoinedPools
+from server.front.members.nodes import JoinedPools
 from server.link.messages import Claim, Claimed, PoolClaim
 from server.link.rank_link import LinkError, claim
 from server.options.pools import Pool, Role

@@ -8,7 +8,7 @@ import pytest
 from scheduler.policy.request import FinishReason, MemoryOrder
 from server.front.errors import ApiError
 from server.front.journal import Journal
-from server.front.loads import MoveCause
+from server.front.routing.loads import MoveCause
 from server.front.sleep_mode import KV_CACHE, TAGS, WEIGHTS, SleepMode, SleepWay
 from tests.support.clock import Clock
 from tests.support.requests.desk import Desk, in_loop

@@ -126,7 +126,7 @@ def test_a_directory_without_a_tokenizer_is_named(tmp_path: Path) -> None:
 
 def test_the_front_s_modules_run_without_torch(directory: Path) -> None:
     code = (
-        "import sys; from server.serve.front_main import _import_http_service; _import_http_service();"
+        "import sys; from server.serve.front.front_main import _import_http_service; _import_http_service();"
         "from server.front.tokenizer import Tokenizer; print(Tokenizer(sys.argv[1]).eos_ids);"
         "assert sys.modules['torch'] is None"
     )

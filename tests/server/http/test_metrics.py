@@ -15,7 +15,7 @@ from scheduler.policy.request import DraftCounts, FinishReason, RankStats
 from server.experts.load import ExpertsLoad
 from server.experts.metrics import ExpertsMetrics
 from server.front.journal import Journal
-from server.front.membership import Epochs
+from server.front.members.membership import Epochs
 from server.front.timing import Timing, timing_of
 from server.http.observability.gauges import MembershipMetrics
 from server.http.observability.metrics import Metrics, StepHistogram

@@ -3,8 +3,8 @@
 from prometheus_client import CollectorRegistry, generate_latest
 
 from server.front.journal import Journal
-from server.front.membership import Epochs
-from server.front.readiness import why_no_change, why_not_ready, why_service_not_ready
+from server.front.members.membership import Epochs
+from server.front.members.readiness import why_no_change, why_not_ready, why_service_not_ready
 from server.http.observability.gauges import MembershipMetrics
 from server.http.observability.ops import phase_of, status_of
 from server.options.pools import Role

@@ -18,9 +18,9 @@ from server.front.admission import Admission
 from server.front.detokenizer import Decoder
 from server.front.generations import NOBODY, Answer, Ask
 from server.front.journal import Journal
-from server.front.moves import Moves
 from server.front.requests import Requests
-from server.front.router import Router
+from server.front.routing.moves import Moves
+from server.front.routing.router import Router
 from server.front.several.board import Board
 from server.http.observability.metrics import Metrics
 from server.link.messages import Abort, Expect

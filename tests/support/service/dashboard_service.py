@@ -16,7 +16,7 @@ from kvcache.tiers.figures import TierFigures
 from scheduler.policy.request import RankStats
 from server.experts.dashboard.routes import dashboard_routes
 from server.front.events import EventLog
-from server.front.membership import Epochs
+from server.front.members.membership import Epochs
 from server.http.observability.ops import status_of
 from server.http.observability.throughput import Throughput
 from server.http.observability.tiers import TierTotals

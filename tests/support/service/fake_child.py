@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
 from server.machine.parent_death import die_with_parent
 from server.serve.children import END_NOW_SIGNAL
-from server.serve.loading import LoadingFile, loading_of
-from server.serve.spare import leave_spare
+from server.serve.rank.loading import LoadingFile, loading_of
+from server.serve.rank.spare import leave_spare
 
 FACTS = {  # facts that an engine reports
     "model_type": "mixtral", "num_experts": 8, "moe_layers": 2, "layers": 2, "slots_per_rank": 4, "num_slots": 8,
@@ -34,7 +34,7 @@ FACTS = {  # facts that an engine reports
 KV_CACHE_BYTES = 12345678  # memory that an engine reports as taken
 
 
-FRONT_IS_GONE = 3  # as in server.serve.engine
+FRONT_IS_GONE = 3  # as in server.serve.rank.engine
 
 
 def _have_loaded() -> bool:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from scheduler.policy.request import FinishReason
-from server.front.loads import MoveCause
+from server.front.routing.loads import MoveCause
 from server.front.several.board import Board, Cell
 from server.front.several.following import FollowingFront
 from server.front.several.leading import LeadingFront, watch_fronts

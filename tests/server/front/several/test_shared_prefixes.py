@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from server.front.prefixes import PREFIX_CHUNK_TOKENS, PrefixMemory
+from server.front.routing.prefixes import PREFIX_CHUNK_TOKENS, PrefixMemory
 from server.front.several.shared_prefixes import SharedPrefixes
 
 

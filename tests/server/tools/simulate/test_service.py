@@ -11,7 +11,7 @@ import pytest
 
 from expert_placement.config import EplbConfig
 from scheduler.policy.skipping import SkippingScheduler
-from server.front.routers import ROUTERS
+from server.front.routing.routers import ROUTERS
 from server.options.pools import read_pools, single_pool
 from server.options.table import ROUTER_NAMES
 from server.tools.simulate import service

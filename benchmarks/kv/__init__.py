@@ -1,0 +1,1 @@
+"""Benchmarks of cached state that is kept, moved and shared."""

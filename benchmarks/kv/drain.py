@@ -1,0 +1,186 @@
+"""How long does a stream pause when its rank drains, and how many bytes does the move cost, with and without a tier in host memory?
+
+`wideep serve` on two ranks. All streams have one session, so they run on one rank. It drains, and they move to the other rank,
+which drains next, and so on: every stream moves at every drain. A stream's pause is its longest gap from the drain on; its gaps
+before the drains are those of ordinary steps. Every answer is compared with the answer without drains.
+
+Expected bound: without a tier, the new rank computes a stream's tokens again, one rank for all streams, so the pause grows with
+the streams times their tokens. With a tier it loads their blocks and computes the last one: the release, its answer and the new
+request each wait for the next step. Target: one step and 20 ms.
+
+Run: `python -m benchmarks.kv.drain [MODEL] [--streams 1,4,8] [--prompt-tokens 128] [--tokens 600] [--rounds 6] [--save]`. MODEL is a
+directory or `demo` (default).
+"""
+
+import argparse
+import asyncio
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
+
+from benchmarks.card import environment_card, print_card, print_tail, save_result
+from benchmarks.serving.closed_loop import ExactPrompts
+from benchmarks.serving.live_answers import LiveAnswer
+from benchmarks.serving.service import HOST, BenchServiceError, Service
+from server.front.tokenizer import Tokenizer
+from server.http.client import ServiceClient
+from server.serve.preflight.model import resolve_model
+from server.tools.bench.figures import percentile
+
+DRAIN_S = 120.0
+_SETTLE_S = 1.0  # between two drains, for ordinary steps
+_BEGUN_PIECES = 10  # of every stream before the first drain
+_POLL_S = 0.01
+_TIERS = {"none": [], "host memory": ["--kv-offloading-size=1G"]}
+_COUNTERS = ("wideep:request_moves_total", "vllm:kv_offload_load_bytes_total")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print a line per service and number of streams; return the exit status, which is 1 if an answer changed."""
+    args = _parser().parse_args(arguments)
+    card = environment_card()
+    print_card(card)
+    model = resolve_model(args.model)
+    tokenizer = Tokenizer(str(model))
+    prompts = ExactPrompts(
+        lambda text: tokenizer.encode(text, add_special_tokens=False), args.prompt_tokens
+    ).take(max(args.streams))
+    rows = []
+    for tier, flags in _TIERS.items():
+        with (
+            tempfile.NamedTemporaryFile(prefix="wideep_bench_") as log,
+            Service(str(model), ["--data-parallel-size=2", "--disable-access-log", *flags], log) as service,
+        ):
+            for count in args.streams:
+                row = asyncio.run(Drains(service.port, prompts[:count], args.tokens).measure(args.rounds))
+                rows.append({"tier": tier, **row})
+                _print_row(rows[-1])
+    result = {"benchmark": "drain", "environment": card, "options": vars(args), "rows": rows}
+    if args.save:
+        save_result("drain", result)
+    print_tail(result)
+    return int(any(row["changed"] for row in rows))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kv.drain", allow_abbrev=False)
+    add = parser.add_argument
+    add("model", nargs="?", default="demo", help="a directory or 'demo' (default)")
+    add(
+        "--streams",
+        type=lambda text: [int(word) for word in text.split(",")],
+        default=[1, 4, 8],
+        help="numbers of streams (default: 1,4,8)",
+    )
+    add("--prompt-tokens", type=int, default=128, help="default: %(default)s")
+    add("--tokens", type=int, default=600, help="tokens of an answer (default: %(default)s)")
+    add("--rounds", type=int, default=6, help="drains per number of streams (default: %(default)s)")
+    add("--save", action="store_true", help="write benchmarks/results/drain-<date>-<cpu>.json")
+    return parser
+
+
+class Drains:
+    """Streams of one session, and drains of the rank on which they run."""
+
+    def __init__(self, port: int, prompts: Sequence[Sequence[int]], num_tokens: int) -> None:
+        """Send no request before `measure`."""
+        self._port = port
+        body = {"max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
+        self._bodies = [{**body, "prompt": list(prompt)} for prompt in prompts]
+
+    def _streams(self) -> list[LiveAnswer]:
+        return [
+            LiveAnswer(port=self._port, body=body, is_streamed=True, session="all of them")
+            for body in self._bodies
+        ]
+
+    async def measure(self, num_rounds: int) -> dict[str, Any]:
+        """Return the figures of some drains under these streams.
+
+        Raises:
+            BenchServiceError: A rank kept requests, or a stream ended too early.
+        """
+        expected = await asyncio.gather(*(stream.read() for stream in self._streams()))
+        streams, before = self._streams(), self._counters()
+        running = [asyncio.create_task(stream.read()) for stream in streams]
+        while not all(len(stream.arrivals_s) > _BEGUN_PIECES for stream in streams):
+            await asyncio.sleep(_POLL_S)
+        gaps_s, pauses_s = list[float](), list[float]()
+        for _ in range(num_rounds):
+            begun_s = time.perf_counter()
+            await asyncio.sleep(_SETTLE_S)
+            drained_s = time.perf_counter()
+            await asyncio.to_thread(self._drain)
+            empty_s = time.perf_counter()
+            while not all(stream.arrivals_s[-1] > empty_s for stream in streams):
+                if any(task.done() for task in running):
+                    raise BenchServiceError("a stream ended before the last drain; use more --tokens")
+                await asyncio.sleep(_POLL_S)
+            for stream in streams:
+                gaps_s += gaps_of(stream.arrivals_s, begun_s, drained_s)
+                pauses_s.append(max(gaps_of(stream.arrivals_s, drained_s, time.perf_counter())))
+        answers = await asyncio.gather(*running)
+        moved, loaded = (after - at for after, at in zip(self._counters(), before, strict=True))
+        return {
+            "streams": len(streams),
+            "moves": int(moved),
+            "changed": sum(said != wanted for said, wanted in zip(answers, expected, strict=True)),
+            "gaps": _spread(gaps_s),
+            "pauses": _spread(pauses_s),
+            "loaded_bytes_per_move": round(loaded / moved) if moved else 0,
+        }
+
+    def _drain(self) -> None:
+        """Drain the rank with requests until it is empty, and let it take requests again."""
+        running = {each.labels["engine"]: each.value for each in self._samples("vllm:num_requests_running")}
+        rank = int(max(running, key=lambda name: running[name]))
+        with self._client() as client:
+            answer = client.post("/ranks/drain", {"rank": rank, "timeout_s": DRAIN_S}).json()
+            client.post("/ranks/drain", {"rank": rank, "undo": True})
+        if left := answer["requests"]:
+            raise BenchServiceError(f"rank {rank} still has {left} requests after {DRAIN_S:g} s")
+
+    def _counters(self) -> list[float]:
+        """Return the sums of the counters over all labels."""
+        return [sum(each.value for each in self._samples(name)) for name in _COUNTERS]
+
+    def _samples(self, name: str) -> list[Sample]:
+        with self._client() as client:
+            families = text_string_to_metric_families(client.get_bytes("/metrics").decode())
+        return [sample for family in families for sample in family.samples if sample.name == name]
+
+    def _client(self) -> ServiceClient:
+        return ServiceClient(f"http://{HOST}:{self._port}", answer_timeout_s=2 * DRAIN_S)
+
+
+def gaps_of(arrivals_s: Sequence[float], begin_s: float, end_s: float) -> list[float]:
+    """Return the gaps between pieces that overlap a period."""
+    return [
+        after_s - before_s
+        for before_s, after_s in pairwise(arrivals_s)
+        if after_s > begin_s and before_s < end_s
+    ]
+
+
+def _spread(times_s: Sequence[float]) -> dict[str, float]:
+    return {f"p{percent}_ms": round(1e3 * percentile(times_s, percent), 1) for percent in (50, 99)}
+
+
+def _print_row(row: dict[str, Any]) -> None:
+    gaps, pauses = row["gaps"], row["pauses"]
+    print(
+        f"   tier {row['tier']}, {row['streams']:2} streams: steps p50 {gaps['p50_ms']} p99 {gaps['p99_ms']} ms; pauses p50 "
+        f"{pauses['p50_ms']} p99 {pauses['p99_ms']} ms over {row['moves']} moves; {row['loaded_bytes_per_move']:,} bytes "
+        f"loaded per move; {row['changed']} changed",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

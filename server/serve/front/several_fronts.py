@@ -1,0 +1,212 @@
+"""What a front does besides serving if it is one of several (`--api-server-count`): the wiring of `several`, and one timer.
+
+A service with one front has none of this.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from server.front.events import EventLog
+from server.front.journal import Journal
+from server.front.requests import Requests
+from server.front.routing.moves import Moves
+from server.front.routing.router import Router
+from server.front.several.board import Cell
+from server.front.several.following import FollowingFront
+from server.front.several.leading import POLL_S, LeadingFront, watch_fronts
+from server.front.several.seat import Seat
+from server.front.several.service_state import EngineOfRank, ServiceState
+from server.http.observability.metrics import Metrics
+from server.http.observability.ops import MetricsText
+from server.http.several.forwarding import Forwarding, Owners
+from server.http.several.merged_metrics import FETCH_S, ServiceMetrics
+from server.http.several.shared_speed import SharedSpeed
+from server.link.ranks import Ranks
+from server.options.pools import Pool, Role
+from server.options.table import Options
+
+_LOG = logging.getLogger("wideep.front")
+_INNER = "wideep.inner"  # in the scope of requests that another front passed on
+_BACKLOG = 128
+_DRAIN_POLL_S = 0.02
+
+
+class FrontOfSeveral:
+    """This front among the others."""
+
+    def __init__(
+        self,
+        seat: Seat,
+        *,
+        ranks: Ranks,
+        router: Router,
+        requests: Requests,
+        moves: Moves,
+        journal: Journal,
+        metrics: Metrics,
+        events: EventLog,
+        decisions: Callable[[], ServiceState],
+    ) -> None:
+        """Args: decisions returns the state of the service, if this front leads."""
+        self._seat, self._requests, self._journal, self._metrics = seat, requests, journal, metrics
+        self.owners = Owners(seat.number, seat.num_fronts)
+        self._speed = SharedSpeed(metrics.throughput, seat)
+        self._forwarding: Forwarding | None = None  # set by `forwarding`
+        self.leading: LeadingFront | None = None
+        self.following: FollowingFront | None = None
+        if seat.leads:
+            self.leading = LeadingFront(requests, seat.board, seat.folder, decisions)
+            moves.all_follow = self.leading.all_follow
+            self._watch = watch_fronts(seat.board, events.note)
+        else:
+            self.following = FollowingFront(
+                seat.board,
+                seat.folder,
+                ranks=ranks,
+                router=router,
+                requests=requests,
+                moves=moves,
+                on_level=metrics.note_sleep,
+            )
+        if seat.num_cut_off:
+            journal.cut_off(seat.num_cut_off)
+            name, num = f"front {seat.number}", seat.num_cut_off
+            events.note("front_back", f"{name} was killed with {num} open choices, and is back")
+
+    def num_parked(self) -> int:
+        """Return the number of choices of all fronts that wait for a rank."""
+        self._count()
+        return self._seat.board.total(Cell.NUM_PARKED)
+
+    def num_replayed(self) -> int:
+        """Return how often a request of any front was taken from a lost rank."""
+        self._count()
+        return self._seat.board.total(Cell.NUM_REPLAYED)
+
+    def num_unbounded(self) -> int:
+        """Return the open choices of all fronts, excluding answers of this one that bound their choices at ranks."""
+        return self._requests.num_unbounded + self._seat.board.of_others(Cell.NUM_OPEN)
+
+    def service_metrics(self) -> MetricsText:
+        """Return the metrics of all fronts if this one leads, otherwise its own."""
+        if self.leading is None:
+            return self._metrics
+        return ServiceMetrics(self._metrics.text, self._seat, self._fetch_metrics)
+
+    async def _fetch_metrics(self, number: int) -> bytes:
+        assert self._forwarding is not None, "the application is built first"
+        return await self._forwarding.fetch(number, "/metrics", timeout_s=FETCH_S)
+
+    def forwarding(self, app: ASGIApp) -> ASGIApp:
+        """Wrap an application: requests of clients that another front must answer are passed on."""
+        forwarding = self._forwarding = Forwarding(app, self.owners, self._seat.socket_path)
+
+        async def choose(scope: Scope, receive: Receive, send: Send) -> None:
+            await (app if scope.get(_INNER) else forwarding)(scope, receive, send)
+
+        return choose
+
+    def bind_inner(self) -> socket.socket:
+        """Bind the socket for the other fronts."""
+        path = self._seat.socket_path(self._seat.number)
+        if os.path.lexists(path):
+            os.unlink(path)
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(path)
+        listener.listen(_BACKLOG)
+        return listener
+
+    async def keep_looking(self) -> None:
+        """Follow the service, or publish its state, until cancelled."""
+        while True:
+            try:
+                self.look()
+            except Exception:  # noqa: BLE001 - without this task the front would follow nothing
+                _LOG.exception("cannot follow the service")
+            await asyncio.sleep(POLL_S)
+
+    def look(self) -> None:
+        """Follow the service, or publish its state."""
+        self._count()
+        if self.leading is not None:
+            self.leading.publish()
+            self._watch()
+        if self.following is not None:
+            self.following.look()
+
+    def _count(self) -> None:
+        board = self._seat.board
+        board.set(Cell.NUM_PARKED, self._requests.num_parked)
+        board.set(Cell.NUM_REPLAYED, self._journal.num_replayed)
+
+    def exchange_speed(self) -> None:
+        """Share the figures of the period that has just ended."""
+        self._speed.exchange()
+
+    async def finish(self) -> None:
+        """Record that this front has no open request any more. The leading one waits for the others, because it stops the ranks."""
+        self._seat.board.set(Cell.IS_DONE, 1)
+        while self.leading is not None and not self.leading.others_are_done():
+            await asyncio.sleep(_DRAIN_POLL_S)
+
+    async def close(self) -> None:
+        """Close the connections to other fronts."""
+        if self._forwarding is not None:
+            await self._forwarding.close()
+
+
+def inner_app(app: ASGIApp) -> ASGIApp:
+    """Return the application for requests that other fronts pass on."""
+
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        scope[_INNER] = True
+        await app(scope, receive, send)
+
+    return serve
+
+
+def share_of(options: Options, seat: Seat) -> Options:
+    """Return the options of one of several fronts: its share of limits, and seeds that the others do not draw.
+
+    The kernel spreads connections over the fronts evenly, but not exactly.
+    """
+    http, most = options.http, options.http.max_connections
+    http = replace(
+        http,
+        max_connections=None if most is None else -(-most // seat.num_fronts),
+        max_inflight_request_bytes=max(http.max_request_bytes, http.most_inflight_bytes // seat.num_fronts),
+    )
+    return replace(
+        options, http=http, seed=None if options.seed is None else options.seed + (seat.number << 64)
+    )
+
+
+def state_of(
+    ranks: Ranks,
+    router: Router,
+    *,
+    pools: Mapping[str, Pool],
+    roles: Mapping[str, Role],
+    why_not_ready: str | None,
+    sleep_level: int,
+) -> ServiceState:
+    """Return the state of the service as the leading front sees it."""
+    serving = [
+        EngineOfRank(rank, stream.facts.num_restarts)
+        for rank, stream in sorted(ranks.attached.items())
+        if router.is_available(rank)
+    ]
+    return ServiceState(
+        serving=tuple(serving),
+        given_up=tuple(EngineOfRank(*each) for each in sorted(ranks.given_up.items())),
+        draining=tuple(rank for rank in range(ranks.num_ranks) if router.is_draining(rank)),
+        roles=tuple(roles[name].value for name, pool in pools.items() for _ in pool.ranks),
+        why_not_ready=why_not_ready or "",
+        sleep_level=sleep_level,
+    )
