@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from server.api.images import NO_TOWER
 from server.api.parsers.registry import Markup
 from server.front import errors
-from server.front.adapters import Adapters, NamedAdapter
+from server.front.adapters.registry import Adapters, NamedAdapter
 from server.front.images.input import ImageInput
 from server.front.structure.structure_checks import StructureChecks
 from server.front.tokenizer import Tokenizer

@@ -26,7 +26,7 @@ from kvcache.images import ImageRowsError
 from scheduler.policy.request import FinishReason, RankStats, RequestOutput, Withdraw
 from scheduler.structure.compiler import CLIENTS_FAULT, StructureError
 from server.front import errors
-from server.front.adapters import Adapters
+from server.front.adapters.places import AdapterPlaces
 from server.front.admission import Admission
 from server.front.detokenizer import Decoder
 from server.front.errors import ApiError
@@ -138,7 +138,7 @@ class Requests:
         why_not_ready: Callable[[], str | None] = lambda: None,
         who_asks: Callable[[], Asker] = lambda: NOBODY,
         label_of: Callable[[int | None], str] = lambda _number: "",
-        adapters: Adapters | None = None,
+        adapters: AdapterPlaces | None = None,
         shared: SharedCounts | None = None,
     ) -> None:
         """Args: timeout_s is the deadline of each request, 0 for none; admission limits open requests, None for no limit;

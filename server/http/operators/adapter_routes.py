@@ -14,7 +14,8 @@ from prometheus_client.registry import Collector
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import PlainTextResponse, Response
 
-from server.front.adapters import Adapters, AdapterUse, PlaceState
+from server.front.adapters.places import PlaceState
+from server.front.adapters.registry import Adapters, AdapterUse
 from server.front.errors import ApiError, bad_request
 from server.http.routes import new_router
 
@@ -94,7 +95,7 @@ def adapter_routes(adapters: Adapters) -> APIRouter:
         """Show the loaded adapters, which of them the ranks have at a place, and their requests."""
         if not adapters.is_enabled:
             raise ApiError(404, "This server was started without --enable-lora.")
-        return {"max_loras": adapters.num_places, "adapters": [_shown(use) for use in adapters.uses()]}
+        return {"max_loras": len(adapters.places), "adapters": [_shown(use) for use in adapters.uses()]}
 
     return router
 
@@ -105,18 +106,18 @@ def _sglang_answer(adapters: Adapters) -> dict[str, Any]:
 
 
 def _shown(use: AdapterUse) -> Mapping[str, Any]:
-    named = use.named
+    named, at_ranks = use
     return {
         "name": named.name,
         "path": named.directory,
         "digest": named.digest,
         "pinned": named.is_pinned,
         "num_keys": len(named.owners),
-        "state": use.state.value if use.state is not PlaceState.EMPTY else "registered",
-        "running": use.num_running,
-        "waiting": use.is_waiting,
-        "requests": use.num_requests,
-        "bytes": use.num_bytes,
+        "state": at_ranks.state.value if at_ranks.state is not PlaceState.EMPTY else "registered",
+        "running": at_ranks.num_running,
+        "waiting": at_ranks.is_waiting,
+        "requests": at_ranks.num_requests,
+        "bytes": at_ranks.num_bytes,
     }
 
 
@@ -146,10 +147,10 @@ class AdapterMetrics(Collector):  # type: ignore[misc]
         size = GaugeMetricFamily(
             "wideep:adapter_bytes", "Bytes of the adapter on the rank with the most.", labels=labels
         )
-        for use in self._adapters.uses():
-            of = (self._model_name, use.named.name)
-            resident.add_metric(of, float(use.state is PlaceState.RESIDENT))
-            running.add_metric(of, float(use.num_running))
-            begun.add_metric(of, float(use.num_requests))
-            size.add_metric(of, float(use.num_bytes))
+        for named, at_ranks in self._adapters.uses():
+            of = (self._model_name, named.name)
+            resident.add_metric(of, float(at_ranks.state is PlaceState.RESIDENT))
+            running.add_metric(of, float(at_ranks.num_running))
+            begun.add_metric(of, float(at_ranks.num_requests))
+            size.add_metric(of, float(at_ranks.num_bytes))
         yield from (resident, running, begun, size)

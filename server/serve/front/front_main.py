@@ -380,7 +380,7 @@ class _Front:
             case WeightReport():
                 http.weights.take_report(message)
             case AdapterReport():
-                http.adapters.take_report(rank, message)
+                http.adapters.places.take_report(rank, message)
             case MemoryUse(resident_bytes):
                 self._metrics.note_memory(rank, resident_bytes)
             case RankFacts():
@@ -440,14 +440,14 @@ class _Front:
             self._ranks.stop()  # too late to serve
         else:
             self._http.sleep_mode.note_rank(facts.rank, facts.memory)
-            self._http.adapters.note_rank(facts.rank)
+            self._http.adapters.places.note_rank(facts.rank)
             if self._http.weights.may_join(facts):
                 pool.leader.attach(facts.rank, epoch=facts.served.epoch if facts.served else 0)
 
     def _lose(self, rank: int, reason: str) -> None:
         """Hand a lost rank's requests to the other ranks. While the service is ending, only log the loss."""
         self._metrics.note_lost(rank)
-        self._http.adapters.note_lost(rank)
+        self._http.adapters.places.note_lost(rank)
         if self._http.weights.lose(rank):
             _LOG.warning("rank %d is lost before it had loaded the serving weights: %s", rank, reason)
             self._http.resize.take_end(rank, reason)

@@ -32,8 +32,8 @@ from server.experts.dashboard.routes import dashboard_routes
 from server.experts.metrics import ExpertsMetrics
 from server.experts.record_files import default_folder
 from server.experts.routes import expert_load_routes, placement_routes
-from server.front.adapter_folder import AdapterFolder
-from server.front.adapters import Adapters
+from server.front.adapters.folder import AdapterFolder
+from server.front.adapters.registry import Adapters
 from server.front.admission import Admission
 from server.front.errors import ApiError, bad_request, draining
 from server.front.events import EventLog
@@ -181,7 +181,7 @@ class HttpService:
             why_not_ready=self._why_refused,
             who_asks=asker_of_exchange,
             label_of=self.weights.label_of,
-            adapters=self.adapters,
+            adapters=self.adapters.places,
             shared=None if seat is None else seat.board,
         )
         self.pausing = Pausing(self.requests, why_impossible=None if seat is None else _ONE_FRONT_ONLY)

@@ -10,7 +10,7 @@ from typing import Any
 from server.api.openai.batches.file_store import FileStore
 from server.api.parsers.registry import markup_of, shows_known_calls
 from server.api.served import ServedModel
-from server.front.adapters import Adapters
+from server.front.adapters.registry import Adapters
 from server.front.errors import bad_request
 from server.front.images.encoder import Encoder, LineTokens
 from server.front.images.input import ImageInput

@@ -13,7 +13,7 @@ from scheduler.policy.request import (
     SamplingParams,
     Withdraw,
 )
-from server.front.adapters import Adapters
+from server.front.adapters.places import AdapterPlaces
 from server.front.admission import Admission
 from server.front.detokenizer import Decoder
 from server.front.generations import NOBODY, Answer, Ask
@@ -74,7 +74,7 @@ class Desk:
         decoder: Decoder | None = None,
         prefill_threshold: int = PREFILL_THRESHOLD,
         shared: Board | None = None,
-        adapters: Adapters | None = None,
+        adapters: AdapterPlaces | None = None,
     ) -> None:
         self.ranks, self.journal = StubRanks(), Journal()
         self.router = Router(num_ranks, prefill_threshold=prefill_threshold, shared=shared)

@@ -13,7 +13,7 @@ from server.http.app import build_app
 from server.http.guards import ApiKeys
 from server.http.operators.adapter_routes import adapter_routes
 from server.options.pools import single_pool
-from tests.server.front.test_adapters import Service, write
+from tests.server.front.adapters.test_adapters import Service, write
 from tests.support.requests.asgi import ask
 
 

@@ -4,9 +4,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from server.front.adapter_folder import AdapterFolder
+from server.front.adapters.folder import AdapterFolder
 from server.front.events import EventLog
-from tests.server.front.test_adapters import Service, in_loop, write
+from tests.server.front.adapters.test_adapters import Service, in_loop, write
 
 
 def open_folder(root: Path, **how: Any) -> tuple[Service, AdapterFolder, Path]:

@@ -1,4 +1,4 @@
-"""The LoRA adapters of the service: their names, and which of them the ranks have at a place.
+"""Places of adapters on the ranks: which adapter has which, for which requests, and when it must give its place up.
 
 Many adapters may be registered; ranks have as many places as --max-loras. A request waits at the front until its adapter is at a place
 on every rank. If no place is free, the least recently used adapter without requests loses its place. If all are
@@ -8,44 +8,23 @@ its open requests have ended. Adapters get places in the order in which they beg
 A place changes in two rounds, see `scheduler.moves.adapters`: every rank reports it empty before any gets the next adapter, and every rank
 reports that one before requests use it. A rank that attaches gets the adapters of all places before it joins the others.
 
-Adapters are known by the digest of their content. Names may be given to another content, and two names may have the same.
+Here adapters are known by the digest of their content, whatever names they have.
 """
 
 import asyncio
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from moe.lora.adapter_config import AdapterError
-from moe.lora.adapter_files import read_adapter
 from scheduler.policy.request import AdapterOrder, AdapterReport
 from server.front.errors import ApiError, bad_request
-from server.front.events import EventLog
 from server.front.ordering import RanksToOrder
 
 PATIENCE_S = 1.0
 LOAD_TIMEOUT_S = 600.0  # for all ranks to read an adapter
-MAX_NAME_CHARS = 256
 _CHECK = -1  # place of orders that only check an adapter
-
-
-class NamedAdapter(NamedTuple):
-    """A name that the ranks have checked."""
-
-    name: str
-    directory: str
-    digest: str
-    created: int  # seconds since 1970
-    is_pinned: bool = False
-    owners: tuple[str, ...] = ()  # digests of the API keys that may use it; () means all
-
-    def is_for(self, owner: str) -> bool:
-        """Return whether the key with this digest may use it."""
-        return not self.owners or owner in self.owners
 
 
 class PlaceState(StrEnum):
@@ -63,6 +42,7 @@ class _Content:
 
     digest: str
     directory: str
+    names: dict[str, bool] = field(default_factory=dict)  # whether each is pinned
     num_bytes: int = 0  # on the rank with the most
     place: "_Place | None" = None
     open: set[str] = field(default_factory=set)  # accepted requests, which keep it without a name
@@ -104,200 +84,65 @@ class RanksWithAdapters(RanksToOrder, Protocol):
         """The attached ranks."""
 
 
-class AdapterUse(NamedTuple):
-    """What is visible of one adapter."""
+class PlaceUse(NamedTuple):
+    """What is visible of an adapter at the ranks."""
 
-    named: NamedAdapter
     state: PlaceState
     num_running: int  # requests at ranks
     is_waiting: bool
-    num_requests: int
-    num_bytes: int
+    num_requests: int  # counter
+    num_bytes: int  # on the rank with the most
 
 
-class Adapters:
-    """The registered adapters. Runs in the front's event loop."""
+class AdapterPlaces:
+    """The places, and the adapters that have them or wait for them. Runs in the front's event loop."""
 
     def __init__(
-        self,
-        ranks: RanksWithAdapters,
-        *,
-        num_places: int,
-        max_rank: int,
-        base_names: tuple[str, ...],
-        kept: Path | None = None,
-        events: EventLog | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, ranks: RanksWithAdapters, num_places: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Begin without adapters.
-
-        Args:
-            num_places: Places of the ranks; 0 if the service has no adapters.
-            max_rank: Largest rank of an adapter.
-            base_names: Names of the base model, which no adapter may have.
-            kept: File for the registered names, from which a restarted front continues. None keeps none.
-        """
-        self._ranks, self._max_rank, self._base_names = ranks, max_rank, base_names
-        self._kept, self._events, self._clock = kept, events or EventLog(), clock
+        """Begin with empty places."""
+        self._ranks, self._clock = ranks, clock
         self._places = [_Place(index) for index in range(num_places)]
-        self._names: dict[str, NamedAdapter] = {}
         self._contents: dict[str, _Content] = {}
         self._checks: dict[int, _Check] = {}  # by the order's number
         self._number = 0
         self._timer: asyncio.TimerHandle | None = None  # of the next `_schedule`
-        self._why_starting: str | None = None
-        self._coming: dict[str, _Kept] = {}  # names of the start that are not registered yet
         # Called when requests of some adapter may be submitted, and when those of a digest cannot be.
         self.on_resident: Callable[[], None] = lambda: None
         self.on_failed: Callable[[str, ApiError], None] = lambda _digest, _failure: None
-        # Called when ranks may have cached wrong prefixes.
-        self.on_broken: Callable[[], None] = lambda: None
+        # Called with the names of an adapter that a rank has lost, and why: ranks may have cached wrong prefixes.
+        self.on_broken: Callable[[list[str], str], None] = lambda _names, _reason: None
 
-    @property
-    def is_enabled(self) -> bool:
-        """Whether the service has adapters."""
-        return bool(self._places)
-
-    @property
-    def num_places(self) -> int:
-        """Places of the ranks."""
+    def __len__(self) -> int:
+        """Return the number of places."""
         return len(self._places)
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The registered names."""
-        return tuple(self._names)
+    def use_of(self, digest: str) -> PlaceUse:
+        """Return what is visible of an adapter that has a name."""
+        content = self._contents[digest]
+        state = PlaceState.EMPTY if content.place is None else content.place.state
+        return PlaceUse(
+            state, len(content.users), content.waiting_since_s is not None, content.num_requests,
+            content.num_bytes,
+        )  # fmt: skip
 
-    def names_for(self, owner: str) -> tuple[str, ...]:
-        """Return the names that the API key with this digest may use."""
-        return tuple(name for name, named in self._names.items() if named.is_for(owner))
-
-    def find(self, name: str) -> NamedAdapter | None:
-        """Return a registered adapter, or None."""
-        return self._names.get(name)
-
-    def uses(self) -> Iterator[AdapterUse]:
-        """Yield what is visible of each registered adapter."""
-        for named in self._names.values():
-            content = self._contents[named.digest]
-            state = PlaceState.EMPTY if content.place is None else content.place.state
-            yield AdapterUse(
-                named, state, len(content.users), content.waiting_since_s is not None, content.num_requests,
-                content.num_bytes,
-            )  # fmt: skip
-
-    def why_not_ready(self) -> str | None:
-        """Return why the service is not ready, or None: the adapters of the start are not checked yet."""
-        return self._why_starting
-
-    async def start(self, modules: Mapping[str, str], is_ready: Callable[[], bool]) -> None:
-        """Register the adapters of the start, once the ranks serve, and those of a front that this one replaces.
-
-        Of the latter, adapters that are refused by now are left out.
-
-        Raises:
-            ApiError: One of the start cannot be served; the message names it.
-        """
-        self._coming = {**{name: _Kept(name, path) for name, path in modules.items()}, **self._read_kept()}
-        if not self._coming:
-            return
-        self._why_starting = "its adapters are being loaded"
-        while not is_ready():
-            await asyncio.sleep(0.05)
-        for name, kept in list(self._coming.items()):
-            try:
-                await self.load(name, kept.directory, is_pinned=kept.is_pinned, owners=tuple(kept.owners))
-            except ApiError as error:
-                if name in modules or error.status >= 500:
-                    raise ApiError(
-                        error.status, f"The adapter {name!r} cannot be served: {error.message}"
-                    ) from error
-                self._events.note("adapter_refused", f"the adapter {name} is removed: {error.message}")
-            del self._coming[name]
-        self._keep()
-        self._why_starting = None
-
-    async def load(
-        self,
-        name: str,
-        path: str,
-        *,
-        replaces: bool = False,
-        is_pinned: bool = False,
-        owners: tuple[str, ...] = (),
-    ) -> NamedAdapter:
-        """Check an adapter on all ranks, then register it. Nothing is registered if any rank refuses it.
-
-        Args:
-            path: Directory in PEFT's format, on every node.
-            replaces: Accept a name that is registered: later requests use the new content.
-            is_pinned: Never let another adapter have its place.
-            owners: Digests of the API keys that may use it. () means all.
-
-        Raises:
-            ApiError: 400 if the adapter or its name is refused; 503 or 504 if the ranks do not answer.
-        """
-        self._check_name(name, replaces=replaces, is_pinned=is_pinned)
-        try:
-            files = await asyncio.to_thread(read_adapter, Path(path).absolute(), max_rank=self._max_rank)
-        except AdapterError as error:
-            raise bad_request(f"The adapter is not supported: {error}.", "lora_path") from error
-        directory = str(files.directory)
-        num_bytes = await self._check(files.digest, directory)
-        self._check_name(name, replaces=replaces, is_pinned=is_pinned)  # again: it took a while
-        before = self._names.get(name)
-        content = self._contents.setdefault(files.digest, _Content(files.digest, directory))
+    def add_name(self, digest: str, directory: str, num_bytes: int, name: str, *, is_pinned: bool) -> None:
+        """Keep an adapter under one more name. A pinned one never loses its place to another."""
+        content = self._contents.setdefault(digest, _Content(digest, directory))
         content.num_bytes = max(content.num_bytes, num_bytes)
-        named = NamedAdapter(name, directory, files.digest, int(time.time()), is_pinned, owners)
-        self._names[name] = named
-        if before is not None:
-            self._drop_unnamed(before.digest)
-        self._keep()
-        self._events.note("adapter_loaded", f"the adapter {name} is registered (digest {files.digest})")
-        return named
+        content.names[name] = is_pinned
 
-    def unload(self, name: str) -> None:
-        """Remove a name. Its accepted requests end as usual.
+    def drop_name(self, digest: str, name: str) -> None:
+        """Forget a name of an adapter, and the adapter if it was the last and no accepted request uses it."""
+        del self._contents[digest].names[name]
+        self._drop_unused(digest)
+
+    async def check(self, digest: str, directory: str) -> int:
+        """Let all ranks load an adapter into memory. Returns its bytes on the rank with the most.
 
         Raises:
-            ApiError: 404 if it is not registered.
+            ApiError: 400 if a rank refuses it; 503 or 504 if the ranks do not answer.
         """
-        named = self._names.pop(name, None)
-        if named is None:
-            raise self.unknown(name)
-        self._drop_unnamed(named.digest)
-        self._keep()
-        self._events.note("adapter_unloaded", f"the adapter {name} is removed")
-
-    def unknown(self, name: str) -> ApiError:
-        """Return a 404 for a name that is not registered."""
-        shown = ", ".join(map(repr, self._names)) or "none"
-        return ApiError(
-            404, f"The adapter {name!r} is not loaded. Loaded adapters: {shown}.", param="lora_name"
-        )
-
-    def _check_name(self, name: str, *, replaces: bool, is_pinned: bool) -> None:
-        if not self.is_enabled:
-            raise bad_request("This server was started without --enable-lora.", "lora_name")
-        if not name or len(name) > MAX_NAME_CHARS or not name.isprintable():
-            raise bad_request(f"lora_name must have 1 to {MAX_NAME_CHARS} printable characters.", "lora_name")
-        if name in self._base_names:
-            raise bad_request(f"{name!r} is a name of the base model; choose another.", "lora_name")
-        if name in self._names and not replaces:
-            raise bad_request(
-                f"The adapter {name!r} is loaded already; unload it first, or send load_inplace=true.",
-                "lora_name",
-            )
-        num_pinned = sum(each.is_pinned for each in self._names.values() if each.name != name)
-        if is_pinned and num_pinned + 1 >= len(self._places):
-            raise bad_request(
-                f"{num_pinned} adapters are pinned already, and one of {len(self._places)} places must stay free "
-                "for others (--max-loras).",
-                "pinned",
-            )
-
-    async def _check(self, digest: str, directory: str) -> int:
-        """Let all ranks load an adapter into memory. Returns its bytes on the rank with the most."""
         if not self._ranks.attached:
             raise ApiError(
                 503, "The service is not ready: no rank is attached.", headers={"Retry-After": "1"}
@@ -356,7 +201,7 @@ class Adapters:
                 if content.is_draining and content.place is not None:
                     self._empty(content.place)
                 self._schedule_soon()
-        self._drop_unnamed(digest)
+        self._drop_unused(digest)
 
     def take_report(self, rank: int, report: AdapterReport) -> None:
         """Record a rank's report."""
@@ -384,14 +229,12 @@ class Adapters:
         """Remove an adapter that a rank has lost: its requests end with an error, and its cached prefixes are not used."""
         content = place.content
         assert content is not None, "a resident place has an adapter"
-        for name in [named.name for named in self._names.values() if named.digest == content.digest]:
-            del self._names[name]
-        self._keep()
-        self._events.note("adapter_refused", f"an adapter is removed: {reason}")
-        self.on_broken()
+        names = list(content.names)
+        content.names.clear()
+        self.on_broken(names, reason)
         self.on_failed(content.digest, ApiError(500, f"The adapter was removed: {reason}."))
         content.waiting_since_s = None
-        self._drop_unnamed(content.digest)
+        self._drop_unused(content.digest)
 
     def note_rank(self, rank: int) -> None:
         """Give a rank that attaches the adapters of all places."""
@@ -435,7 +278,7 @@ class Adapters:
             place.state, place.loaded_s = PlaceState.RESIDENT, self._clock()
             content.waiting_since_s = None
             self.on_resident()
-            self._drop_unnamed(content.digest)
+            self._drop_unused(content.digest)
         self._schedule_soon()
 
     def _schedule_soon(self, delay_s: float = 0.0) -> None:
@@ -480,14 +323,11 @@ class Adapters:
 
     def _victims(self) -> Iterator[_Content]:
         """Yield the adapters that may lose their places, those without requests first."""
-        pinned = {named.digest for named in self._names.values() if named.is_pinned}
-        resident = [
-            place for place in self._places
-            if place.state is PlaceState.RESIDENT and place.content is not None and place.content.digest not in pinned
-        ]  # fmt: skip
+        resident = [place.content for place in self._places if place.state is PlaceState.RESIDENT]
         contents = [
-            place.content for place in resident if place.content is not None and not place.content.is_draining
-        ]
+            each for each in resident
+            if each is not None and not each.is_draining and not any(each.names.values())
+        ]  # fmt: skip
         idle = [each for each in contents if not each.users]
         yield from sorted(idle, key=lambda each: each.last_used_s)
         used = [each for each in contents if each.users]
@@ -512,12 +352,10 @@ class Adapters:
         place.state, place.number, place.reason = state, self._number, ""
         place.pending = set(self._ranks.attached)
 
-    def _drop_unnamed(self, digest: str) -> None:
-        """Forget a content without names, once no accepted request uses it."""
+    def _drop_unused(self, digest: str) -> None:
+        """Forget an adapter without names, once no accepted request uses it."""
         content = self._contents.get(digest)
-        if content is None or content.open:
-            return
-        if any(named.digest == digest for named in self._names.values()):
+        if content is None or content.open or content.names:
             return
         if content.place is not None:
             if content.place.state is not PlaceState.RESIDENT:
@@ -526,31 +364,6 @@ class Adapters:
         del self._contents[digest]
         self._number += 1
         self._ranks.post_all(AdapterOrder(self._number, _CHECK, digest))
-
-    def _keep(self) -> None:
-        if self._kept is not None:
-            kept = self._coming | {
-                each.name: _Kept(each.name, each.directory, each.is_pinned, each.owners)
-                for each in self._names.values()
-            }
-            partial_path = self._kept.with_suffix(".partial")
-            partial_path.write_text(json.dumps([*kept.values()]))
-            partial_path.replace(self._kept)
-
-    def _read_kept(self) -> dict[str, "_Kept"]:
-        if self._kept is None or not self._kept.exists():
-            return {}
-        kept = [_Kept(*fields) for fields in json.loads(self._kept.read_text())]
-        return {each.name: each for each in kept}
-
-
-class _Kept(NamedTuple):
-    """What a restarted front needs of a registered name."""
-
-    name: str
-    directory: str
-    is_pinned: bool = False
-    owners: tuple[str, ...] = ()
 
 
 def _on_rank(rank: int, reason: str) -> str:

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from scheduler.policy.request import AdapterOrder, AdapterReport, FinishReason
-from server.front import adapters as adapters_module
-from server.front.adapters import PATIENCE_S, Adapters, NamedAdapter, PlaceState
+from server.front.adapters.places import PATIENCE_S, PlaceState
+from server.front.adapters.registry import Adapters
 from server.front.errors import ApiError
 from server.front.generations import Asker
 from tests.support.clock import Clock
@@ -64,7 +64,7 @@ class FakeRanks:
 
     def follow(self, rank: int, order: AdapterOrder) -> None:
         reason = self.refuses(rank, order)
-        self.adapters.take_report(
+        self.adapters.places.take_report(
             rank, AdapterReport(order.number, order.place, order.digest, reason, 0 if reason else 100)
         )
 
@@ -81,14 +81,14 @@ class Service:
         self.resident: list[int] = []
         self.failures: list[str] = []
         self.waiting: dict[str, str] = {}  # digests by request
-        self.adapters.on_resident = self.on_resident
-        self.adapters.on_failed = lambda digest, failure: self.failures.append(failure.message)
+        self.adapters.places.on_resident = self.on_resident
+        self.adapters.places.on_failed = lambda digest, failure: self.failures.append(failure.message)
 
     def on_resident(self) -> None:
         """Admit the requests that wait, as the front does."""
         self.resident.append(1)
         for request_id, digest in list(self.waiting.items()):
-            if self.adapters.admit(digest, request_id) is not None:
+            if self.adapters.places.admit(digest, request_id) is not None:
                 del self.waiting[request_id]
 
     async def load(self, *names: str) -> list[str]:
@@ -106,8 +106,8 @@ class Service:
 
     def admit(self, digest: str, request_id: str) -> int | None:
         """Accept a request, and ask for a place."""
-        self.adapters.accept(digest, request_id)
-        return self.adapters.admit(digest, request_id)
+        self.adapters.places.accept(digest, request_id)
+        return self.adapters.places.admit(digest, request_id)
 
     async def admitted(self, digest: str, request_id: str) -> int | None:
         """Ask for a place, and wait for a while."""
@@ -134,7 +134,7 @@ async def test_a_request_waits_until_every_rank_has_its_adapter(tmp_path: Path) 
     assert service.admit(digest, "r") is None and not service.resident
     service.ranks.follow(*placed[1])
     assert service.resident and service.admit(digest, "r") == 0
-    assert [use.state for use in service.adapters.uses()] == [PlaceState.RESIDENT]
+    assert [use.at_ranks.state for use in service.adapters.uses()] == [PlaceState.RESIDENT]
 
 
 @in_loop
@@ -143,9 +143,9 @@ async def test_the_adapter_unused_for_longest_gives_up_its_place(tmp_path: Path)
     a, b, c = await service.load("a", "b", "c")
     assert await service.admitted(a, "1") == 0 and await service.admitted(b, "2") == 1
     service.clock.now_s += 1
-    service.adapters.release(b, "2")
+    service.adapters.places.release(b, "2")
     service.clock.now_s += 1
-    service.adapters.release(a, "1")
+    service.adapters.places.release(a, "1")
     assert await service.admitted(c, "3") == 1
     emptied = [order for rank, order in service.ranks.orders if order.place == 1 and not order.directory]
     assert emptied and emptied[0].digest == b
@@ -157,7 +157,7 @@ async def test_a_place_gets_its_next_adapter_only_after_every_rank_has_emptied_i
     service = Service(tmp_path, num_places=1)
     a, b = await service.load("a", "b")
     assert await service.admitted(a, "1") == 0
-    service.adapters.release(a, "1")
+    service.adapters.places.release(a, "1")
     service.ranks.follows = False
     assert service.admit(b, "2") is None
     await service.settle()
@@ -181,13 +181,13 @@ async def test_no_adapter_starves_behind_one_that_is_always_in_use(tmp_path: Pat
     assert await service.admitted(b, "2") is None
     assert service.admit(a, "3") == 0, "new requests of the resident adapter may begin for a while"
     service.clock.now_s += PATIENCE_S
-    service.adapters._schedule()
+    service.adapters.places._schedule()
     assert service.admit(a, "4") is None, "then they wait, behind the other adapter"
     assert service.admit(a, "1") == 0, "those that have begun keep their place"
-    service.adapters.release(a, "1")
-    service.adapters.release(a, "3")
+    service.adapters.places.release(a, "1")
+    service.adapters.places.release(a, "3")
     assert await service.admitted(b, "2") == 0
-    service.adapters.release(b, "2")
+    service.adapters.places.release(b, "2")
     assert await service.admitted(a, "4") == 0
 
 
@@ -196,19 +196,18 @@ async def test_many_adapters_rotate_over_eight_places(tmp_path: Path) -> None:
     service = Service(tmp_path, num_places=8)
     names = [f"{number:03}" for number in range(400)]
     for name in names:  # a file for each would take seconds
-        service.adapters._names[name] = NamedAdapter(name, "/adapter", name, 0)
-        service.adapters._contents[name] = adapters_module._Content(name, "/adapter")
+        service.adapters.places.add_name(name, "/adapter", 0, name, is_pinned=False)
     waiting = list(np.random.default_rng(0).permutation(names))
     served: list[str] = []
     while waiting:
         begun = [name for name in waiting if service.admit(name, f"r{name}") is not None]
         for name in begun:
-            service.adapters.release(name, f"r{name}")
+            service.adapters.places.release(name, f"r{name}")
         served += begun
         waiting = [name for name in waiting if name not in begun]
         await asyncio.sleep(0)
     assert sorted(served) == names
-    assert sum(content.place is not None for content in service.adapters._contents.values()) <= 8
+    assert sum(content.place is not None for content in service.adapters.places._contents.values()) <= 8
 
 
 @in_loop
@@ -220,7 +219,7 @@ async def test_a_pinned_adapter_keeps_its_place_and_one_place_stays_free(tmp_pat
     a, b = await service.load("a", "b")
     for digest, request_id in ((pinned.digest, "1"), (a, "2")):
         assert await service.admitted(digest, request_id) is not None
-        service.adapters.release(digest, request_id)
+        service.adapters.places.release(digest, request_id)
         service.clock.now_s += 1
     assert await service.admitted(b, "3") == 1
     assert service.admit(pinned.digest, "4") == 0
@@ -276,10 +275,10 @@ async def test_a_name_that_is_loaded_in_place_gets_another_content(tmp_path: Pat
     new = await service.adapters.load("a", write(tmp_path / "a", alpha=77), replaces=True)
     assert new.digest != old and service.adapters.find("a") == new
     assert service.admit(old, "1") == 0, "a request that has begun keeps its content"
-    service.adapters.release(old, "1")
+    service.adapters.places.release(old, "1")
     await service.settle()
     with pytest.raises(ApiError, match="was unloaded"):
-        service.adapters.accept(old, "2")
+        service.adapters.places.accept(old, "2")
 
 
 @in_loop
@@ -289,9 +288,9 @@ async def test_an_unloaded_name_is_gone_and_its_requests_end_as_usual(tmp_path: 
     assert await service.admitted(digest, "1") == 0
     service.adapters.unload("a")
     assert service.adapters.find("a") is None and service.admit(digest, "1") == 0
-    service.adapters.release(digest, "1")
+    service.adapters.places.release(digest, "1")
     await service.settle()
-    assert not service.adapters._contents
+    assert not service.adapters.places._contents
     with pytest.raises(ApiError, match="'a' is not loaded"):
         service.adapters.unload("a")
 
@@ -300,7 +299,7 @@ async def test_an_unloaded_name_is_gone_and_its_requests_end_as_usual(tmp_path: 
 async def test_accepted_choices_that_reach_no_rank_yet_outlive_their_adapter_s_name(tmp_path: Path) -> None:
     service = Service(tmp_path)
     await service.load("a", "b")
-    desk = Desk(adapters=service.adapters)
+    desk = Desk(adapters=service.adapters.places)
     a, b = (service.adapters.find(name) for name in "ab")
     assert a is not None and b is not None
     desk.requests.leave([0, 1])
@@ -318,7 +317,7 @@ async def test_accepted_choices_that_reach_no_rank_yet_outlive_their_adapter_s_n
     await service.settle()
     desk.deliver("held", "x", FinishReason.STOP)
     await service.settle()
-    assert desk.reasons() == [FinishReason.STOP] * 3 and not service.adapters._contents
+    assert desk.reasons() == [FinishReason.STOP] * 3 and not service.adapters.places._contents
     with pytest.raises(ApiError, match="The adapter was unloaded"):
         desk.open("late", adapter=b.digest)
     assert len(desk.reasons()) == 3
@@ -328,12 +327,12 @@ async def test_accepted_choices_that_reach_no_rank_yet_outlive_their_adapter_s_n
 async def test_nothing_is_left_of_an_unloaded_adapter_that_a_rank_could_not_load(tmp_path: Path) -> None:
     service = Service(tmp_path)
     [digest] = await service.load("a")
-    desk = Desk(adapters=service.adapters)
+    desk = Desk(adapters=service.adapters.places)
     service.ranks.refuses = lambda _rank, order: "its file has changed" if order.directory else ""
     desk.open("waits", adapter=digest)
     service.adapters.unload("a")
     await service.settle()
-    assert desk.reasons() == [FinishReason.ERROR] and not service.adapters._contents
+    assert desk.reasons() == [FinishReason.ERROR] and not service.adapters.places._contents
 
 
 @in_loop
@@ -343,7 +342,7 @@ async def test_a_rank_that_attaches_gets_every_place_first(tmp_path: Path) -> No
     assert await service.admitted(digest, "1") == 0
     service.ranks.orders.clear()
     service.ranks.attached[2] = None
-    service.adapters.note_rank(2)
+    service.adapters.places.note_rank(2)
     [(rank, order)] = service.ranks.orders
     assert (rank, order.place, order.digest) == (2, 0, digest)
 
@@ -355,13 +354,16 @@ async def test_an_adapter_that_a_rank_loses_is_removed_and_its_requests_fail(tmp
     assert await service.admitted(a, "1") == 0 and await service.admitted(b, "2") == 1
     broken: list[int] = []
     service.adapters.on_broken = lambda: broken.append(1)
-    number = service.adapters._places[0].number
-    service.adapters.take_report(1, AdapterReport(number, 0, a, "its file has changed"))
+    number = service.adapters.places._places[0].number
+    service.adapters.places.take_report(1, AdapterReport(number, 0, a, "its file has changed"))
     assert service.failures == ["The adapter was removed: rank 1: its file has changed."]
     assert service.adapters.names == ("b",) and broken
-    service.adapters.release(a, "1")
+    service.adapters.places.release(a, "1")
     await service.settle()
-    assert service.adapters._places[0].state is PlaceState.EMPTY and a not in service.adapters._contents
+    assert (
+        service.adapters.places._places[0].state is PlaceState.EMPTY
+        and a not in service.adapters.places._contents
+    )
     assert service.admit(b, "2") == 1
 
 
@@ -375,7 +377,7 @@ async def test_a_lost_rank_is_not_waited_for(tmp_path: Path) -> None:
     [check, _] = service.ranks.orders
     service.ranks.follow(*check)
     del service.ranks.attached[1]
-    service.adapters.note_lost(1)
+    service.adapters.places.note_lost(1)
     digest = (await loading).digest
     assert service.admit(digest, "1") is None
     await service.settle()

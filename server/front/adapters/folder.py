@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moe.lora.adapter_config import CONFIG_NAME, WEIGHTS_NAME
-from server.front.adapters import Adapters, NamedAdapter
+from server.front.adapters.registry import Adapters, NamedAdapter
 from server.front.errors import ApiError
 from server.front.events import EventLog
 

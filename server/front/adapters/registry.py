@@ -1,0 +1,236 @@
+"""The LoRA adapters of the service by name. `server.front.adapters.places` has their places at the ranks.
+
+Names may be given to another content, and two names may have the same.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from moe.lora.adapter_config import AdapterError
+from moe.lora.adapter_files import read_adapter
+from server.front.adapters.places import AdapterPlaces, PlaceUse, RanksWithAdapters
+from server.front.errors import ApiError, bad_request
+from server.front.events import EventLog
+from server.machine.whole_files import replace_text
+
+MAX_NAME_CHARS = 256
+
+
+class NamedAdapter(NamedTuple):
+    """A name that the ranks have checked."""
+
+    name: str
+    directory: str
+    digest: str
+    created: int  # seconds since 1970
+    is_pinned: bool = False
+    owners: tuple[str, ...] = ()  # digests of the API keys that may use it; () means all
+
+    def is_for(self, owner: str) -> bool:
+        """Return whether the key with this digest may use it."""
+        return not self.owners or owner in self.owners
+
+
+class AdapterUse(NamedTuple):
+    """What is visible of one adapter."""
+
+    named: NamedAdapter
+    at_ranks: PlaceUse
+
+
+class Adapters:
+    """The registered adapters. Runs in the front's event loop."""
+
+    def __init__(
+        self,
+        ranks: RanksWithAdapters,
+        *,
+        num_places: int,
+        max_rank: int,
+        base_names: tuple[str, ...],
+        kept: Path | None = None,
+        events: EventLog | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Begin without adapters.
+
+        Args:
+            num_places: Places of the ranks; 0 if the service has no adapters.
+            max_rank: Largest rank of an adapter.
+            base_names: Names of the base model, which no adapter may have.
+            kept: File for the registered names, from which a restarted front continues. None keeps none.
+        """
+        self._max_rank, self._base_names = max_rank, base_names
+        self._kept, self._events = kept, events or EventLog()
+        self._names: dict[str, NamedAdapter] = {}
+        self._why_starting: str | None = None
+        self._coming: dict[str, _Kept] = {}  # names of the start that are not registered yet
+        self.places = AdapterPlaces(ranks, num_places, clock)
+        self.places.on_broken = self._remove_broken
+        self.on_broken: Callable[[], None] = lambda: None  # ranks may have cached wrong prefixes
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether the service has adapters."""
+        return len(self.places) > 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The registered names."""
+        return tuple(self._names)
+
+    def names_for(self, owner: str) -> tuple[str, ...]:
+        """Return the names that the API key with this digest may use."""
+        return tuple(name for name, named in self._names.items() if named.is_for(owner))
+
+    def find(self, name: str) -> NamedAdapter | None:
+        """Return a registered adapter, or None."""
+        return self._names.get(name)
+
+    def uses(self) -> Iterator[AdapterUse]:
+        """Yield what is visible of each registered adapter."""
+        for named in self._names.values():
+            yield AdapterUse(named, self.places.use_of(named.digest))
+
+    def why_not_ready(self) -> str | None:
+        """Return why the service is not ready, or None: the adapters of the start are not checked yet."""
+        return self._why_starting
+
+    async def start(self, modules: Mapping[str, str], is_ready: Callable[[], bool]) -> None:
+        """Register the adapters of the start, once the ranks serve, and those of a front that this one replaces.
+
+        Of the latter, adapters that are refused by now are left out.
+
+        Raises:
+            ApiError: One of the start cannot be served; the message names it.
+        """
+        self._coming = {**{name: _Kept(name, path) for name, path in modules.items()}, **self._read_kept()}
+        if not self._coming:
+            return
+        self._why_starting = "its adapters are being loaded"
+        while not is_ready():
+            await asyncio.sleep(0.05)
+        for name, kept in list(self._coming.items()):
+            try:
+                await self.load(name, kept.directory, is_pinned=kept.is_pinned, owners=tuple(kept.owners))
+            except ApiError as error:
+                if name in modules or error.status >= 500:
+                    raise ApiError(
+                        error.status, f"The adapter {name!r} cannot be served: {error.message}"
+                    ) from error
+                self._events.note("adapter_refused", f"the adapter {name} is removed: {error.message}")
+            del self._coming[name]
+        self._keep()
+        self._why_starting = None
+
+    async def load(
+        self,
+        name: str,
+        path: str,
+        *,
+        replaces: bool = False,
+        is_pinned: bool = False,
+        owners: tuple[str, ...] = (),
+    ) -> NamedAdapter:
+        """Check an adapter on all ranks, then register it. Nothing is registered if any rank refuses it.
+
+        Args:
+            path: Directory in PEFT's format, on every node.
+            replaces: Accept a name that is registered: later requests use the new content.
+            is_pinned: Never let another adapter have its place.
+            owners: Digests of the API keys that may use it. () means all.
+
+        Raises:
+            ApiError: 400 if the adapter or its name is refused; 503 or 504 if the ranks do not answer.
+        """
+        self._check_name(name, replaces=replaces, is_pinned=is_pinned)
+        try:
+            files = await asyncio.to_thread(read_adapter, Path(path).absolute(), max_rank=self._max_rank)
+        except AdapterError as error:
+            raise bad_request(f"The adapter is not supported: {error}.", "lora_path") from error
+        directory = str(files.directory)
+        num_bytes = await self.places.check(files.digest, directory)
+        self._check_name(name, replaces=replaces, is_pinned=is_pinned)  # again: it took a while
+        before = self._names.get(name)
+        self.places.add_name(files.digest, directory, num_bytes, name, is_pinned=is_pinned)
+        named = NamedAdapter(name, directory, files.digest, int(time.time()), is_pinned, owners)
+        self._names[name] = named
+        if before is not None and before.digest != files.digest:
+            self.places.drop_name(before.digest, name)
+        self._keep()
+        self._events.note("adapter_loaded", f"the adapter {name} is registered (digest {files.digest})")
+        return named
+
+    def unload(self, name: str) -> None:
+        """Remove a name. Its accepted requests end as usual.
+
+        Raises:
+            ApiError: 404 if it is not registered.
+        """
+        named = self._names.pop(name, None)
+        if named is None:
+            raise self.unknown(name)
+        self.places.drop_name(named.digest, name)
+        self._keep()
+        self._events.note("adapter_unloaded", f"the adapter {name} is removed")
+
+    def unknown(self, name: str) -> ApiError:
+        """Return a 404 for a name that is not registered."""
+        shown = ", ".join(map(repr, self._names)) or "none"
+        return ApiError(
+            404, f"The adapter {name!r} is not loaded. Loaded adapters: {shown}.", param="lora_name"
+        )
+
+    def _check_name(self, name: str, *, replaces: bool, is_pinned: bool) -> None:
+        if not self.is_enabled:
+            raise bad_request("This server was started without --enable-lora.", "lora_name")
+        if not name or len(name) > MAX_NAME_CHARS or not name.isprintable():
+            raise bad_request(f"lora_name must have 1 to {MAX_NAME_CHARS} printable characters.", "lora_name")
+        if name in self._base_names:
+            raise bad_request(f"{name!r} is a name of the base model; choose another.", "lora_name")
+        if name in self._names and not replaces:
+            raise bad_request(
+                f"The adapter {name!r} is loaded already; unload it first, or send load_inplace=true.",
+                "lora_name",
+            )
+        num_pinned = sum(each.is_pinned for each in self._names.values() if each.name != name)
+        if is_pinned and num_pinned + 1 >= len(self.places):
+            raise bad_request(
+                f"{num_pinned} adapters are pinned already, and one of {len(self.places)} places must stay free "
+                "for others (--max-loras).",
+                "pinned",
+            )
+
+    def _remove_broken(self, names: list[str], reason: str) -> None:
+        for name in names:
+            del self._names[name]
+        self._keep()
+        self._events.note("adapter_refused", f"an adapter is removed: {reason}")
+        self.on_broken()
+
+    def _keep(self) -> None:
+        if self._kept is not None:
+            kept = self._coming | {
+                each.name: _Kept(each.name, each.directory, each.is_pinned, each.owners)
+                for each in self._names.values()
+            }
+            replace_text(self._kept, json.dumps([*kept.values()]))
+
+    def _read_kept(self) -> dict[str, "_Kept"]:
+        if self._kept is None or not self._kept.exists():
+            return {}
+        kept = [_Kept(*fields) for fields in json.loads(self._kept.read_text())]
+        return {each.name: each for each in kept}
+
+
+class _Kept(NamedTuple):
+    """What a restarted front needs of a registered name."""
+
+    name: str
+    directory: str
+    is_pinned: bool = False
+    owners: tuple[str, ...] = ()
