@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 from kvcache.images import Image
 from server.front.errors import ApiError, bad_request
+from server.front.helper_processes import kill_helper, start_helper
 from server.machine.roots import WIDEEP_COMMAND
 
 ENCODER_COMMAND = (*WIDEEP_COMMAND, "image-encoder")
@@ -273,12 +274,7 @@ class Encoder:
             return self._process
 
     async def _start(self) -> asyncio.subprocess.Process:
-        process = await asyncio.create_subprocess_exec(
-            *self._command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            process_group=0,  # Ctrl-C is for the front only
-        )
+        process = await start_helper(self._command, shows_errors=True)
         assert process.stdin is not None and process.stdout is not None, "it was started with pipes"
         self.count(num_starts=1)
         line = b""
@@ -289,21 +285,14 @@ class Encoder:
                 line = await process.stdout.readline()
         answer = json.loads(line) if line else {"failure": "it ended"}
         if failure := answer.get("failure"):
-            await _end_of(process)
+            await kill_helper(process)
             raise ApiError(503, f"The process that encodes images failed to start: {failure}.")
         self._meaning = answer["meaning"]
         return process
 
     async def _kill(self) -> None:
         process, self._process = self._process, None
-        if process is not None:
-            await _end_of(process)
-
-
-async def _end_of(process: asyncio.subprocess.Process) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        process.kill()
-    await process.wait()
+        await kill_helper(process)
 
 
 def _digest_of(meaning: str, content: bytes) -> str:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from scheduler.policy.request import Structure
 from scheduler.structure.compiler import LoadVocabulary, vocabulary_to_json
 from server.front.errors import ApiError
+from server.front.helper_processes import kill_helper, start_helper
 from server.machine.roots import WIDEEP_COMMAND
 
 CHECKER_COMMAND = (*WIDEEP_COMMAND, "structure-checker")
@@ -75,10 +76,7 @@ class StructureChecks:
     async def close(self) -> None:
         """Kill the process and wait for its end."""
         process, self._process = self._process, None
-        if process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+        await kill_helper(process)
         if self._reader is not None:
             await self._reader
             self._reader = None
@@ -116,13 +114,7 @@ class StructureChecks:
 
     async def _start(self) -> None:
         vocabulary = vocabulary_to_json(await asyncio.to_thread(self._load_vocabulary))
-        self._process = process = await asyncio.create_subprocess_exec(
-            *self._command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,  # keep the output of dying libraries out of our log
-            process_group=0,  # Ctrl-C is for the front only
-        )
+        self._process = process = await start_helper(self._command)
         assert process.stdin is not None and process.stdout is not None, "it was started with pipes"
         try:
             async with asyncio.timeout(START_S):

@@ -4,7 +4,6 @@ See `server.serve.weight_receiver`, which the front starts and to which it write
 """
 
 import asyncio
-import contextlib
 import json
 import sys
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from server.front.errors import ApiError
+from server.front.helper_processes import kill_helper, start_helper
 
 _ROOT = Path(__file__).resolve().parents[2]
 COMMAND = (sys.executable, "-P", str(_ROOT / "__main__.py"), "weight-receiver")
@@ -38,13 +38,7 @@ class WeightGroup:
         """
         if self.is_open:
             raise ApiError(409, "A group is open already: close it with POST /destroy_weights_update_group.")
-        self._process = await asyncio.create_subprocess_exec(
-            *self._command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-            process_group=0,  # Ctrl-C is for the front only
-        )
+        self._process = await start_helper(self._command)
         place = {"address": address, "port": port, "rank": rank, "world_size": world_size}
         await self._order({"join": {**place, "timeout_s": timeout_s}}, timeout_s)
 
@@ -71,10 +65,7 @@ class WeightGroup:
     async def close(self) -> None:
         """Leave the group. May be called twice."""
         process, self._process = self._process, None
-        if process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+        await kill_helper(process)
 
     async def _order(self, order: dict[str, Any], timeout_s: float) -> None:
         process = self._process
