@@ -278,10 +278,11 @@ class Encoder:
         assert process.stdin is not None and process.stdout is not None, "it was started with pipes"
         self.count(num_starts=1)
         line = b""
-        with contextlib.suppress(TimeoutError, OSError):
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(START_S):
-                process.stdin.write(json.dumps(self._settings).encode() + b"\n")
-                await process.stdin.drain()
+                with contextlib.suppress(OSError):  # it may have said why it ends
+                    process.stdin.write(json.dumps(self._settings).encode() + b"\n")
+                    await process.stdin.drain()
                 line = await process.stdout.readline()
         answer = json.loads(line) if line else {"failure": "it ended"}
         if failure := answer.get("failure"):

@@ -111,6 +111,8 @@ class PlannedRank:
 
     def plan(self, prefill_budget: int | None = None, now_s: float = 0.0) -> StepBatch:
         promised = self.scheduler.next_step.num_decodes
+        if self.tiers is not None:
+            self.tiers.now_s = max(self.tiers.now_s, now_s)
         batch = self.scheduler.schedule(prefill_budget=prefill_budget, now_s=now_s)
         assert batch.num_tokens - batch.num_prefill_tokens <= promised, "more decode tokens than agreed"
         self._check_budgets(batch, prefill_budget)

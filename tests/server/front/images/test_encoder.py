@@ -16,7 +16,7 @@ from server.front.images.encoder import EncodedImage, Encoder, LineTokens
 
 TIMEOUT_S = 60.0
 WHERE = "messages.0.content.0.image_url.url"
-# Answers with as many rows as the file has bytes. The file's first word chooses what happens.
+# Answers with as many rows as the file has bytes. The file's first word chooses what happens; "held" waits for a file `released`.
 FAKE = """
 import json, os, signal, sys, time
 import numpy as np
@@ -36,6 +36,8 @@ for line in sys.stdin:
         os.kill(os.getpid(), signal.SIGKILL)
     if word == "slow":
         time.sleep(600)
+    while word == "held" and not Path(settings["directory"]).with_name("released").exists():
+        time.sleep(0.01)
     if word == "bad":
         print(json.dumps({"number": order["number"], "why_not": "it is bad"}), flush=True)
         continue
@@ -193,7 +195,7 @@ def test_a_client_that_leaves_does_not_fail_another_one(tmp_path: Path) -> None:
 
 def test_an_image_that_no_request_waits_for_is_dropped_before_its_turn(tmp_path: Path) -> None:
     async def work(encoder: Encoder) -> None:
-        first = asyncio.create_task(encoder.encode(b"first", WHERE))
+        first = asyncio.create_task(encoder.encode(b"held", WHERE))
         while not any(each.has_begun for each in encoder._underway.values()):
             await asyncio.sleep(0)
         leaving = [asyncio.create_task(encoder.encode(b"left", WHERE)) for _ in range(2)]
@@ -204,10 +206,11 @@ def test_an_image_that_no_request_waits_for_is_dropped_before_its_turn(tmp_path:
         assert len(encoder._underway) == 2, "another request waits for it"
         leaving[1].cancel()
         again = asyncio.create_task(encoder.encode(b"again", WHERE))
-        assert [(await each).num_rows for each in (first, again)] == [5, 5]
+        (tmp_path / "released").touch()
+        assert [(await each).num_rows for each in (first, again)] == [4, 5]
         assert not encoder._underway and (await encoder.encode(b"left", WHERE)).num_rows == 4
 
-    assert with_encoder(work, tmp_path / "log", cache_bytes=0) == ["first", "again", "left"]
+    assert with_encoder(work, tmp_path / "log", cache_bytes=0) == ["held", "again", "left"]
 
 
 def test_too_many_waiting_images_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
