@@ -44,6 +44,7 @@ _LOG = logging.getLogger("wideep.front")
 _NO_RANK_YET = 0  # any value, until the request is submitted
 # Prompt tokens submitted to ranks in one go: 128 choices of a prompt of 100,000 tokens would take 1.5 s.
 TOKENS_AT_ONCE = 200_000
+SLEEP = "sleep"  # who pauses, by default
 RANK_GRACE_S = 1.0  # a rank ends a late request itself; if it does not, the front does after this time
 
 
@@ -330,7 +331,7 @@ class Requests:
             failure = errors.not_ready(why) if is_line else None
             self._abort(generation, FinishReason.ABORT, failure)
 
-    def pause(self, *, by: str = "sleep", withdraws: bool = True) -> None:
+    def pause(self, *, by: str = SLEEP, withdraws: bool = True) -> None:
         """Take all requests back from their ranks, and keep them until `resume`. Their deadlines continue.
 
         Args:
@@ -342,7 +343,7 @@ class Requests:
         for request_id, rank in self._router.plan_pause().items() if withdraws else ():
             self._ranks.post(rank, Withdraw(request_id, even_if_begun=True))
 
-    def resume(self, *, by: str = "sleep") -> None:
+    def resume(self, *, by: str = SLEEP) -> None:
         """Submit the requests that `pause` kept. Their ranks may have lost all cached prefixes since."""
         self._paused_by.discard(by)
         if not self._paused_by:

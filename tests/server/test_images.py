@@ -344,3 +344,37 @@ def test_a_decode_pool_continues_prompts_with_pictures(model: tuple[Path, Oracle
         for parts in (["the cat", WIDE, "sat"], [TALL, WIDE, "on the mat"]):
             assert tokens_of(chat(service, parts)) == model[1].answer(parts)
         assert counter(service, 'wideep:request_moves_total{cause="hand_over"') == 2
+
+
+def test_an_uploaded_picture_is_found_by_every_front(
+    model: tuple[Path, Oracle], oracle: Oracle, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("first-key\nsecond-key\n")
+    flags = (
+        "-dp",
+        "1",
+        "--served-model-name",
+        "tiny",
+        "--api-server-count",
+        "2",
+        "--api-key-file",
+        str(keys),
+    )
+    with RealService.serve(model[0], tmp_path / "log", *flags) as service:
+        service.wait_ready()
+
+        def post(path: str, key: str, **body: Any) -> httpx.Response:
+            headers = {"Authorization": f"Bearer {key}"}
+            return httpx.post(f"{service.url}{path}", headers=headers, timeout=60, **body)
+
+        form = {"data": {"purpose": "vision"}, "files": {"file": ("wide.png", WIDE)}}
+        file_id = post("/v1/files", "first-key", **form).json()["id"]
+        body = chat_body(["the cat"])
+        body["messages"][0]["content"].insert(0, {"type": "input_image", "file_id": file_id})
+        wanted = oracle.answer([WIDE, "the cat"])
+        for _ in range(8):  # connections, which the kernel spreads over the fronts
+            assert tokens_of(post("/v1/chat/completions", "first-key", json=body).json()) == wanted
+            refused = post("/v1/chat/completions", "second-key", json=body)
+            assert refused.status_code == 404 and "No such File object" in refused.json()["error"]["message"]
+            assert refused.json()["error"]["param"] == "messages.0.content.0.file_id"

@@ -48,6 +48,13 @@ class FollowingFront:
             return "waiting for the front that leads the service"
         return self._state.why_not_ready or None
 
+    def label_of(self, number: int | None = None) -> str:
+        """Return the label of a version of the weights, by default of the serving one; "" if it has none."""
+        state = self._state
+        return (
+            "" if state is None else dict(state.labels).get(state.weights if number is None else number, "")
+        )
+
     def attach(self, facts: RankFacts) -> None:
         """Take a rank that has attached to this front."""
         self._requests.note_rank(facts)
@@ -84,16 +91,16 @@ class FollowingFront:
             self._requests.abort_all()
         if before is not None and state.num_forgets > before.num_forgets:
             self._requests.forget_prefixes()
-        self._follow_sleep(before, state)
+        self._on_level(state.sleep_level)
+        self._follow_pauses(dict(before.pauses if before else ()), dict(state.pauses))
         self._moves.look(is_urgent=True)
 
-    def _follow_sleep(self, before: ServiceState | None, state: ServiceState) -> None:
-        self._on_level(state.sleep_level)
-        was_paused = before is not None and before.is_paused
-        if state.is_paused and not was_paused:
-            self._requests.pause()
-        elif was_paused and not state.is_paused:
-            self._requests.resume()
+    def _follow_pauses(self, before: dict[str, bool], now: dict[str, bool]) -> None:
+        for by, withdraws in now.items():
+            if before.get(by) != withdraws:
+                self._requests.pause(by=by, withdraws=withdraws)
+        for by in before.keys() - now.keys():
+            self._requests.resume(by=by)
 
     def _enter_serving(self) -> None:
         """Route requests to serving ranks that have attached here. A rank leaves only when its link ends: until then it has

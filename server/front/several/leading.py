@@ -11,9 +11,9 @@ A replacement publishes nothing until its pools serve again, so that the others 
 from collections.abc import Callable
 from pathlib import Path
 
+from server.front.requests import SLEEP, Requests
 from server.front.several.board import Board, Cell
-from server.front.several.service_state import ServiceState
-from server.front.sleep_mode import OpenRequests
+from server.front.several.service_state import Pause, ServiceState
 
 POLL_S = 0.02  # between two looks at changes
 
@@ -22,14 +22,15 @@ class LeadingFront:
     """Publishes the state of the service, and acts on the open requests of all fronts."""
 
     def __init__(
-        self, requests: OpenRequests, board: Board, folder: Path, decisions: Callable[[], ServiceState]
+        self, requests: Requests, board: Board, folder: Path, decisions: Callable[[], ServiceState]
     ) -> None:
         """Args: requests are those of this front; decisions returns the present state, without pauses and counters."""
         self._requests, self._board, self._folder, self._decisions = requests, board, folder, decisions
         before = ServiceState.read(folder)
         self.is_resuming = before is not None  # after an earlier process, until the service serves again
         self._published = before or ServiceState()
-        self._is_paused = self._published.is_paused
+        # A sleeping service stays asleep. Other pauses end with the front, as if it were the only one.
+        self._pauses = {each.by: each.withdraws for each in self._published.pauses if each.by == SLEEP}
         self._num_aborts, self._num_forgets = self._published.num_aborts, self._published.num_forgets
         self._gathered = self.is_resuming  # all fronts were ready once
 
@@ -48,8 +49,12 @@ class LeadingFront:
         """Publish the state if it has changed."""
         state = self._decisions()
         state = state._replace(
-            # An earlier process of this front may have been killed between the pause and the sleep.
-            is_paused=self._is_paused and state.sleep_level > 0,
+            pauses=tuple(
+                Pause(by, withdraws)
+                for by, withdraws in sorted(self._pauses.items())
+                # An earlier process of this front may have been killed between the pause and the sleep.
+                if by != SLEEP or state.sleep_level > 0
+            ),
             num_aborts=self._num_aborts,
             num_forgets=self._num_forgets,
         )
@@ -72,22 +77,22 @@ class LeadingFront:
         self.publish()
         return int(self._board.loads().num_open.sum()) + self._num_behind()
 
-    def abort_all(self) -> None:
-        """End every open request of all fronts as aborted."""
+    def abort_all(self, *, why: str = "it falls asleep") -> None:
+        """End every open request of all fronts as aborted. `why` is for lines of batches, which this front runs."""
         self._num_aborts += 1
         self.publish()
-        self._requests.abort_all()
+        self._requests.abort_all(why=why)
 
-    def pause(self) -> None:
-        """Take the requests of all fronts back from their ranks, and keep them until `resume`."""
-        self._is_paused = True
+    def pause(self, *, by: str = SLEEP, withdraws: bool = True) -> None:
+        """Keep the requests of all fronts until `resume`. If it withdraws, take back also those that ranks have."""
+        self._pauses[by] = withdraws
         self.publish()
-        self._requests.pause()
+        self._requests.pause(by=by, withdraws=withdraws)
 
-    def resume(self) -> None:
+    def resume(self, *, by: str = SLEEP) -> None:
         """Submit the requests that `pause` kept."""
-        self._is_paused = False
-        self._requests.resume()
+        self._pauses.pop(by, None)
+        self._requests.resume(by=by)
         self.publish()
 
     def forget_prefixes(self) -> None:

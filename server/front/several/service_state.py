@@ -20,6 +20,20 @@ class EngineOfRank(NamedTuple):
     num_restarts: int
 
 
+class Pause(NamedTuple):
+    """A reason for which requests are kept instead of submitted, see `server.front.requests.Requests.pause`."""
+
+    by: str
+    withdraws: bool
+
+
+class WeightLabel(NamedTuple):
+    """The label of a version of the base weights."""
+
+    number: int
+    label: str
+
+
 class ServiceState(NamedTuple):
     """What every front must know of the service."""
 
@@ -29,7 +43,9 @@ class ServiceState(NamedTuple):
     roles: tuple[str, ...] = ()  # by rank
     why_not_ready: str = ""  # why requests are refused; "" if they are accepted
     sleep_level: int = 0
-    is_paused: bool = False  # requests are kept until the service wakes
+    pauses: tuple[Pause, ...] = ()
+    weights: int = 0  # number of the serving version
+    labels: tuple[WeightLabel, ...] = ()  # of that version and those around it
     # These only grow: how often all requests were aborted, and prefixes were forgotten.
     num_aborts: int = 0
     num_forgets: int = 0
@@ -45,7 +61,9 @@ class ServiceState(NamedTuple):
             tuple(EngineOfRank(*each) for each in fields.pop(name)) for name in ("serving", "given_up")
         )
         draining, roles = tuple(fields.pop("draining")), tuple(fields.pop("roles"))
-        return cls(serving, given_up, draining, roles, **fields)
+        pauses = tuple(Pause(*each) for each in fields.pop("pauses"))
+        labels = tuple(WeightLabel(*each) for each in fields.pop("labels"))
+        return cls(serving, given_up, draining, roles, pauses=pauses, labels=labels, **fields)
 
     def publish(self, folder: Path, board: Board) -> int:
         """Replace the file, and return the state's number."""

@@ -13,7 +13,7 @@ placement. A rank that attaches loads the serving version first and joins its po
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -74,6 +74,7 @@ class WeightUpdates:
         model_type: str = "",
         why_impossible: str | None = None,
         why_not_now: Callable[[], str | None] = lambda: None,
+        all_know: Callable[[], bool] = lambda: True,
         on_served: Callable[[], None] = lambda: None,
         events: EventLog | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -85,10 +86,12 @@ class WeightUpdates:
             model_type: Of the served model; "" if it is unknown.
             why_impossible: Why this service cannot change its weights, or None if it can.
             why_not_now: Returns why an update must not begin now, or None if it may.
+            all_know: Returns whether all fronts know the present `labels`.
             on_served: Called when a new version is ordered to serve.
         """
         self._ranks, self._pools, self._folder, self._model_type = ranks, pools, folder, model_type
         self._why_impossible, self._why_not_now = why_impossible, why_not_now
+        self._all_know = all_know
         self._on_served, self._events, self._clock = on_served, events or EventLog(), clock
         # Called with a rank that may join its pool now.
         self.on_ready: Callable[[int], None] = lambda _rank: None
@@ -124,6 +127,11 @@ class WeightUpdates:
     def label_of(self, number: int | None = None) -> str:
         """Return the label of a version, by default of the serving one; "" if it has none."""
         return self._labels.get(self.serving.number if number is None else number, "")
+
+    @property
+    def labels(self) -> Mapping[int, str]:
+        """The labels by number: of the serving version, of the one before, and of one that ranks load."""
+        return self._labels
 
     def why_busy(self) -> str | None:
         """Return what all ranks do with weights now, or None if they do nothing."""
@@ -381,6 +389,7 @@ class WeightUpdates:
             epochs, members = await self._calm(until_s, timeout_s)
             self._newest += 1
             version = version._replace(number=self._newest)
+            self._labels[version.number] = version.label
             self._reports.clear()
             self._ranks.post_all(WeightOrder(action=WeightAction.STAGE, version=version))
             is_there = await wait_until(
@@ -404,6 +413,7 @@ class WeightUpdates:
                 raise self._silent(members, timeout_s)
 
     def _drop(self, version: WeightVersion) -> None:
+        self._labels.pop(version.number, None)
         self._ranks.post_all(WeightOrder(action=WeightAction.DROP, version=version))
 
     async def _calm(self, until_s: float, timeout_s: float) -> tuple[Sequence[int], Collection[int]]:
@@ -425,7 +435,9 @@ class WeightUpdates:
         """Order to serve a version. This is final: from now on every epoch serves it."""
         names = {**self._names, **{each.folder: each.names for each in found}}
         self._names = {folder: names[folder] for folder in version.folders if folder in names}
-        self._labels[version.number] = version.label
+        self._labels = {
+            number: label for number, label in self._labels.items() if number >= self.serving.number
+        }
         self._order = WeightOrder(action=WeightAction.SERVE, version=version, digests=merged)
         self._ranks.post_all(self._order)
         self._on_served()
@@ -438,9 +450,10 @@ class WeightUpdates:
         return members is not None and all(self._served.get(rank) == number for rank in members)
 
     def _have_answered(self, number: int, epochs: Sequence[int], members: Collection[int]) -> bool:
-        """Return whether all members have loaded a version, or will not together."""
+        """Return whether all members have loaded a version, or will not together, and all fronts know its label."""
         has_changed = self._pools.epochs() != epochs
-        return has_changed or self._failure(number) is not None or self._have_reported(number, members)
+        is_over = has_changed or self._failure(number) is not None or self._have_reported(number, members)
+        return is_over and self._all_know()
 
     def _have_reported(self, number: int, members: Collection[int]) -> bool:
         return all(rank in self._reports and self._reports[rank].number == number for rank in members)
@@ -462,9 +475,9 @@ class WeightUpdates:
 
     def _silent(self, members: Collection[int], timeout_s: float) -> ApiError:
         missing = [str(rank) for rank in sorted(members) if rank not in self._reports]
+        silent = f"ranks {', '.join(missing)}" if missing else "some fronts"
         return ApiError(
-            504,
-            f"After {timeout_s:g} s ranks {', '.join(missing)} have not answered. The weights have not changed.",
+            504, f"After {timeout_s:g} s {silent} have not answered. The weights have not changed."
         )
 
     def _too_slow(self, timeout_s: float) -> ApiError:

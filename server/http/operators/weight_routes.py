@@ -16,8 +16,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 from starlette.requests import Request as HttpRequest
 
 from server.front.errors import bad_request
-from server.front.pausing import Pausing
-from server.front.requests import Requests
+from server.front.pausing import PausedRequests, Pausing
 from server.front.sleep_mode import SleepWay
 from server.front.weights.files import FoundWeights
 from server.front.weights.group import WeightGroup
@@ -154,7 +153,7 @@ _LOAD_FORMATS = (None, "auto", "safetensors")
 
 
 def weight_routes(
-    updates: WeightUpdates, pausing: Pausing, requests: Requests, group: WeightGroup
+    updates: WeightUpdates, pausing: Pausing, requests: PausedRequests, group: WeightGroup
 ) -> APIRouter:
     """Return the routes."""
     router = new_router()
@@ -295,7 +294,7 @@ async def _receive(
     return await updates.add_received(receive)
 
 
-def _add_facts(router: APIRouter, updates: WeightUpdates, requests: Requests) -> None:
+def _add_facts(router: APIRouter, updates: WeightUpdates, requests: PausedRequests) -> None:
     @router.get("/weight_info", response_model=None)
     async def weight_info() -> dict[str, Any]:
         """Show the version of the weights that serves."""
@@ -323,7 +322,9 @@ def _add_facts(router: APIRouter, updates: WeightUpdates, requests: Requests) ->
         return await updates.check(body.timeout_s)
 
 
-def _add_sglang(router: APIRouter, updates: WeightUpdates, pausing: Pausing, requests: Requests) -> None:
+def _add_sglang(
+    router: APIRouter, updates: WeightUpdates, pausing: Pausing, requests: PausedRequests
+) -> None:
     @router.post("/update_weights_from_disk", response_model=None)
     async def update_weights_from_disk(body: DiskForm) -> dict[str, Any]:
         """Replace the base weights with those of a folder, by SGLang's name."""

@@ -32,7 +32,7 @@ from server.http.kept_stream import until_gone
 
 WAIT_S = 20.0  # for a front that is being restarted
 _RETRY_S = 0.05
-_LEADER = 0
+LEADER = 0
 _ANYWHERE = frozenset((
     *("/", "/health", "/ping", "/version", "/load", "/docs", "/openapi.json", "/favicon.ico", "/dashboard"),
     *("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/models"),
@@ -83,7 +83,7 @@ class Owners:
             return self._owner_of_key(scope)
         if path in _ANYWHERE or path.startswith(_ANYWHERE_UNDER):
             return None
-        return _LEADER
+        return LEADER
 
     def _owner_of_response(self, scope: Scope, path: str, body: bytes) -> int | None:
         named = path.removeprefix(_RESPONSES).strip("/").partition("/")[0]
@@ -165,7 +165,7 @@ class Forwarding:
     async def _pass_on(self, owner: int, scope: Scope, body: bytes, send: Send) -> None:
         request = _request(scope, body)
         try:
-            response = await self._ask(owner, request)
+            response = await self.ask(owner, request)
         except httpx.HTTPError as error:
             failure = ApiError(
                 503,
@@ -186,7 +186,7 @@ class Forwarding:
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _ask(self, owner: int, request: httpx.Request) -> httpx.Response:
+    async def ask(self, owner: int, request: httpx.Request) -> httpx.Response:
         """Send a request, and wait while the front is not there. A request that was sent is sent again if that changes nothing."""
         until_s = time.monotonic() + WAIT_S
         may_repeat = request.method in ("GET", "HEAD") or _KEY.decode() in request.headers

@@ -82,6 +82,7 @@ from server.machine.versions import version_of
 from server.options.adapters import modules_of
 from server.options.pools import Pool
 from server.options.table import HttpOptions, Options
+from server.serve.front.image_files import fetched_images, stored_images
 from server.serve.front.pool_front import PoolFront, PoolFronts
 from server.serve.front.served_model import served_model
 from server.serve.front.several_fronts import FrontOfSeveral, inner_app, share_of, state_of
@@ -143,9 +144,10 @@ class HttpService:
             self.pools,
             folder=kept / "weights" if options.http.weights_dir is None else Path(options.http.weights_dir),
             model_type=_model_type(Path(options.model)),
-            why_impossible=_why_no_update(options),
+            why_impossible=_NO_UPDATE if options.device == "cuda" else None,
             why_not_now=self._why_paused,
-            on_served=lambda: self.requests.forget_prefixes(),
+            all_know=lambda: self._leading is None or self._leading.all_follow(),
+            on_served=lambda: self._all_requests.forget_prefixes(),
             events=self.events,
         )
         self._options, self._throughput = options, metrics.throughput
@@ -180,11 +182,10 @@ class HttpService:
             on_answer=note_answer,
             why_not_ready=self._why_refused,
             who_asks=asker_of_exchange,
-            label_of=self.weights.label_of,
+            label_of=self._label_of,
             adapters=self.adapters.places,
             shared=None if seat is None else seat.board,
         )
-        self.pausing = Pausing(self.requests, why_impossible=None if seat is None else _ONE_FRONT_ONLY)
         self._weight_group = WeightGroup()
         self.fronts = (
             None
@@ -198,6 +199,7 @@ class HttpService:
         self._leading = None if self.fronts is None else self.fronts.leading
         self._router = router
         self._all_requests = self._leading or self.requests
+        self.pausing = Pausing(self._all_requests)
         self.sleep_mode = SleepMode(
             self._all_requests,
             ranks,
@@ -226,7 +228,13 @@ class HttpService:
         keys, clock = _keys(options), SteadyClock()
         # The leading front has the files.
         files = _file_store(options.http, keys, kept, clock) if self.leads else None
-        self.model = served_model(options, tokenizer, ranks, self.adapters, files)
+        most_bytes = options.images.most_bytes
+        if files is not None:
+            read_image = stored_images(files, most_bytes)
+        else:
+            assert self.fronts is not None, "a front without files follows another one"
+            read_image = fetched_images(self.fronts.ask_leader, most_bytes)
+        self.model = served_model(options, tokenizer, ranks, self.adapters, read_image)
         self._add_metrics(options.served_model_names[0])
         version = version_of("wideep") or "0+unknown"  # an uninstalled checkout
         self._traces = Traces.to(options.log.otlp_endpoint, service_version=version)
@@ -335,7 +343,7 @@ class HttpService:
                 facts=lambda: [stream.facts for _, stream in sorted(self._ranks.attached.items())],
                 target_itl_ms=options.engine.target_itl_ms,
                 shows_path=not options.needs_key,
-                weight_version=lambda: self.weights.label_of(None),
+                weight_version=self._label_of,
             ),
             placement_routes(self.pools.placements, options.engine.eplb_config),
             ops_routes(
@@ -358,7 +366,7 @@ class HttpService:
             resize_routes(self.resize),
             pool_routes(self._roles, self.why_not_ready),
             sleep_routes(self.sleep_mode, lambda: self._all_requests.num_open),
-            weight_routes(self.weights, self.pausing, self.requests, self._weight_group),
+            weight_routes(self.weights, self.pausing, self._all_requests, self._weight_group),
             adapter_routes(self.adapters),
             dashboard_routes(),
             docs_routes(),
@@ -464,7 +472,12 @@ class HttpService:
             roles=self._roles.roles,
             why_not_ready=self._why_not_serving(),
             sleep_level=self.sleep_mode.state.level,
+            weights=self.weights,
         )
+
+    def _label_of(self, number: int | None = None) -> str:
+        """Return the label of a version of the weights, by default of the serving one; "" if it has none."""
+        return self.weights.label_of(number) if self.following is None else self.following.label_of(number)
 
     def _why_paused(self) -> str | None:
         return self.sleep_mode.why_not_ready() or self.resize.why_paused()
@@ -556,12 +569,6 @@ def _steps(ranks: Ranks) -> dict[int, int]:
     """Return the last reported step of each attached rank."""
     told = {rank: stream.stats for rank, stream in ranks.attached.items()}
     return {rank: stats.step for rank, stats in told.items() if stats is not None}
-
-
-def _why_no_update(options: Options) -> str | None:
-    if options.api_server_count > 1:
-        return _ONE_FRONT_ONLY
-    return _NO_UPDATE if options.device == "cuda" else None
 
 
 def _no_resizes(options: Options) -> ApiError | None:

@@ -7,18 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from server.api.openai.batches.file_store import FileStore
 from server.api.parsers.registry import markup_of, shows_known_calls
 from server.api.served import ServedModel
 from server.front.adapters.registry import Adapters
-from server.front.errors import bad_request
 from server.front.images.encoder import Encoder, LineTokens
-from server.front.images.input import ImageInput
+from server.front.images.input import ImageInput, ReadFile
 from server.front.images.seeing import LINE_TOKENS, ImageSupport, image_support_of
 from server.front.images.sources import ImageSources
 from server.front.structure.structure_checks import StructureChecks
 from server.front.tokenizer import TemplateFacts, Tokenizer
-from server.http.exchanges import owner_of_exchange, seeds_from
+from server.http.exchanges import seeds_from
 from server.link.ranks import Ranks
 from server.options.table import PRIORITY, Options
 
@@ -31,7 +29,7 @@ _DEFAULTS: dict[str, type[float] | type[int]] = {
 
 
 def served_model(
-    options: Options, tokenizer: Tokenizer, ranks: Ranks, adapters: Adapters, files: FileStore | None
+    options: Options, tokenizer: Tokenizer, ranks: Ranks, adapters: Adapters, read_file: ReadFile
 ) -> ServedModel:
     warn_of_unknown_calls(options, tokenizer.template)
     support = image_support_of(Path(options.model), tokenizer.special_ids, device=options.device)
@@ -50,7 +48,7 @@ def served_model(
         max_len=_max_len(options, tokenizer, ranks),
         created=int(time.time()),
         structures=StructureChecks(tokenizer.vocabulary),
-        images=None if support.why_not else _image_input(options, support, tokenizer, files),
+        images=None if support.why_not else _image_input(options, support, tokenizer, read_file),
         why_no_images=support.why_not,
         markup=markup_of(
             tokenizer.template.text, tools=options.tool_call_parser, reasoning=options.reasoning_parser
@@ -59,23 +57,9 @@ def served_model(
 
 
 def _image_input(
-    options: Options, support: ImageSupport, tokenizer: Tokenizer, files: FileStore | None
+    options: Options, support: ImageSupport, tokenizer: Tokenizer, read_file: ReadFile
 ) -> ImageInput:
     images = options.images
-
-    async def read_file(file_id: str, where: str) -> bytes:
-        if files is None or options.api_server_count > 1:
-            raise bad_request(
-                f"{where}: several fronts (--api-server-count) cannot take images by file_id. Send a data URL.",
-                where,
-            )
-        found = files.find(file_id, owner_of_exchange(), where)
-        if found.num_bytes > images.most_bytes:
-            raise bad_request(
-                f"{where}: the file has more than {images.most_bytes} bytes (--max-image-bytes).", where
-            )
-        return await files.content_of(found, where)
-
     encoder = Encoder(options.model, most_pixels=images.most_pixels, cache_bytes=images.cache_bytes)
     special = tokenizer.special_ids
     line_tokens = LineTokens(*(special[token] for token in LINE_TOKENS)) if support.has_lines else None

@@ -10,6 +10,7 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+import httpx
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.front.events import EventLog
@@ -21,10 +22,11 @@ from server.front.several.board import Cell
 from server.front.several.following import FollowingFront
 from server.front.several.leading import POLL_S, LeadingFront, watch_fronts
 from server.front.several.seat import Seat
-from server.front.several.service_state import EngineOfRank, ServiceState
+from server.front.several.service_state import EngineOfRank, ServiceState, WeightLabel
+from server.front.weights.updates import WeightUpdates
 from server.http.observability.metrics import Metrics
 from server.http.observability.ops import MetricsText
-from server.http.several.forwarding import Forwarding, Owners
+from server.http.several.forwarding import LEADER, Forwarding, Owners
 from server.http.several.merged_metrics import FETCH_S, ServiceMetrics
 from server.http.several.shared_speed import SharedSpeed
 from server.link.ranks import Ranks
@@ -102,6 +104,15 @@ class FrontOfSeveral:
     async def _fetch_metrics(self, number: int) -> bytes:
         assert self._forwarding is not None, "the application is built first"
         return await self._forwarding.fetch(number, "/metrics", timeout_s=FETCH_S)
+
+    async def ask_leader(self, request: httpx.Request) -> httpx.Response:
+        """Send a request to the leading front. Read or close the response.
+
+        Raises:
+            httpx.HTTPError: It does not answer.
+        """
+        assert self._forwarding is not None, "the application is built first"
+        return await self._forwarding.ask(LEADER, request)
 
     def forwarding(self, app: ASGIApp) -> ASGIApp:
         """Wrap an application: requests of clients that another front must answer are passed on."""
@@ -195,6 +206,7 @@ def state_of(
     roles: Mapping[str, Role],
     why_not_ready: str | None,
     sleep_level: int,
+    weights: WeightUpdates,
 ) -> ServiceState:
     """Return the state of the service as the leading front sees it."""
     serving = [
@@ -209,4 +221,6 @@ def state_of(
         roles=tuple(roles[name].value for name, pool in pools.items() for _ in pool.ranks),
         why_not_ready=why_not_ready or "",
         sleep_level=sleep_level,
+        weights=weights.number(),
+        labels=tuple(WeightLabel(*each) for each in sorted(weights.labels.items())),
     )

@@ -10,7 +10,7 @@ from server.front.routing.loads import MoveCause
 from server.front.several.board import Board, Cell
 from server.front.several.following import FollowingFront
 from server.front.several.leading import LeadingFront, watch_fronts
-from server.front.several.service_state import EngineOfRank, ServiceState
+from server.front.several.service_state import EngineOfRank, ServiceState, WeightLabel
 from tests.support.requests.desk import Desk
 
 READY = ServiceState(serving=(EngineOfRank(0, 0), EngineOfRank(1, 0)), roles=("both", "both"))
@@ -243,3 +243,50 @@ def test_a_replaced_front_is_an_event_with_the_number_of_its_lost_choices(tmp_pa
     look()
     look()
     assert events == [("front_back", "front 1 was killed with 3 open choices, and is back")]
+
+
+def test_a_pause_holds_at_every_front_until_all_who_paused_resume(tmp_path: Path) -> None:
+    fronts = Fronts(tmp_path)
+    fronts.serve()
+    fronts.other.open("a")
+    fronts.leading.pause(by="pause", withdraws=False)
+    fronts.following.look()
+    assert not fronts.other.ranks.withdrawals, "requests at ranks end there"
+    fronts.other.open("b")
+    assert fronts.other.requests.num_parked == 1, "later ones are kept"
+    fronts.leading.pause(by="pause", withdraws=True)
+    fronts.following.look()
+    assert [each.request_id for each in fronts.other.ranks.withdrawals] == ["a"]
+    fronts.other.deliver("a", is_returned=True)
+    fronts.decided = READY._replace(sleep_level=1)
+    fronts.leading.pause()
+    fronts.following.look()
+    fronts.leading.resume(by="pause")
+    fronts.following.look()
+    assert fronts.other.requests.num_parked == 2, "the service sleeps"
+    fronts.decided = READY
+    fronts.leading.resume()
+    fronts.following.look()
+    assert fronts.other.requests.num_parked == 0
+
+
+def test_a_replacement_of_the_leading_front_ends_its_predecessor_s_pause(tmp_path: Path) -> None:
+    fronts = Fronts(tmp_path)
+    fronts.serve()
+    fronts.leading.pause(by="pause")
+    fronts.following.look()
+    assert not fronts.other.router.has_ranks
+    fronts.leading = fronts.lead()
+    fronts.follow()
+    assert fronts.other.router.has_ranks
+
+
+def test_labels_of_weights_are_known_at_every_front(tmp_path: Path) -> None:
+    fronts = Fronts(tmp_path)
+    assert fronts.following.label_of() == ""
+    fronts.serve()
+    fronts.decided = READY._replace(weights=2, labels=(WeightLabel(1, "old"), WeightLabel(2, "new")))
+    assert not fronts.leading.all_follow()
+    fronts.following.look()
+    assert fronts.leading.all_follow()
+    assert [fronts.following.label_of(number) for number in (None, 1, 2, 3)] == ["new", "old", "new", ""]

@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.support.models.families import write_checkpoint
 from tests.support.requests import plain_http
 from tests.support.service.real_service import RealService, write_tiny_model
 from tests.support.service.service_processes import wait_until
@@ -109,6 +110,29 @@ def test_a_killed_engine_is_noticed_by_both_fronts(service: RealService) -> None
         assert [each.result(300) for each in asked] == [expected] * NUM_STREAMS
     wait_until(lambda: service.status()["members"] == [0, 1], service.output)
     assert ask(service) == expected
+
+
+def test_new_weights_serve_at_both_fronts_under_their_label(service: RealService, tmp_path: Path) -> None:
+    wait_whole(service)
+
+    def answers() -> set[tuple[str, str]]:
+        """Return texts and labels; each call opens a connection."""
+        body = {"model": "m", **BODY, "max_tokens": 40}
+        found = [service.post("/v1/completions", json=body).json() for _ in range(2 * NUM_STREAMS)]
+        return {(each["choices"][0]["text"], each["weight_version"]) for each in found}
+
+    [(before, label)] = answers()
+    assert label == "default"
+    write_checkpoint("qwen3_moe", tmp_path, seed=3, vocab_size=320)
+    body = {"model_path": str(tmp_path), "weight_version": "second"}
+    with ThreadPoolExecutor(NUM_STREAMS) as threads:
+        streams = [threads.submit(ask, service) for _ in range(NUM_STREAMS)]
+        updated = service.post("/update_weights_from_disk", json=body, timeout_s=300)
+        assert updated.json()["weight_version"] == "second", updated.text
+        [(after, label)] = answers()
+        assert label == "second" and after != before
+        assert all(stream.result(300) for stream in streams)
+    assert service.post("/weight_checker", json={}, timeout_s=300).json()["success"] is True
 
 
 def test_sigterm_drains_both_fronts(service: RealService) -> None:

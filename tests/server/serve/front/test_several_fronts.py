@@ -178,6 +178,18 @@ def test_kept_requests_of_both_fronts_continue_after_waking(service: SeveralFron
         assert [each.result(60) for each in asked] == [ANSWER] * 2
 
 
+def test_a_pause_at_one_front_keeps_the_requests_of_all(service: SeveralFronts) -> None:
+    service.script("f-say", ANSWER)
+    first, second = service.fronts
+    assert second.post("/pause?mode=keep").json() == {"status": "paused", "is_paused": True}
+    with ThreadPoolExecutor() as threads:
+        asked = [threads.submit(answer_of, front) for front in service.fronts]
+        wait_until(lambda: status(first)["waiting_requests"] == 2, lambda: str(status(first)))
+        assert first.get("/is_paused").json() == second.get("/is_paused").json() == {"is_paused": True}
+        assert first.post("/resume").json()["is_paused"] is False
+        assert [each.result(60) for each in asked] == [ANSWER] * 2
+
+
 @pytest.mark.slow
 def test_a_limit_holds_over_all_fronts(model_dir: Path, tmp_path: Path) -> None:
     gate = threading.Event()
