@@ -388,6 +388,10 @@ TOWER = {  # sizes of towers for images and audio
     "adapter_in_dim": 32,
     "adapter_input_size": 32,
     "adapter_out_dim": 64,
+    # by layer
+    "patch_sizes": [4],
+    "hidden_sizes": [32],
+    "depths": [1],
 }
 
 
