@@ -21,7 +21,7 @@ async def start_helper(command: Sequence[str], *, shows_errors: bool = False) ->
 
 
 async def kill_helper(process: asyncio.subprocess.Process | None) -> None:
-    """Kill a process, which may have ended, and wait for its end. None means that there is no process."""
+    """Kill a process, which may have ended, and wait for its end. None means that it was never started."""
     if process is not None:
         with contextlib.suppress(ProcessLookupError):
             process.kill()

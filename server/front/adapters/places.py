@@ -8,7 +8,7 @@ its open requests have ended. Adapters get places in the order in which they beg
 A place changes in two rounds, see `scheduler.moves.adapters`: every rank reports it empty before any gets the next adapter, and every rank
 reports that one before requests use it. A rank that attaches gets the adapters of all places before it joins the others.
 
-Here adapters are known by the digest of their content, whatever names they have.
+Here adapters are known by the digest of their content. The registry has their names.
 """
 
 import asyncio

@@ -280,7 +280,7 @@ class Encoder:
         line = b""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(START_S):
-                with contextlib.suppress(OSError):  # it may have said why it ends
+                with contextlib.suppress(OSError):  # its reason may be there although it ends
                     process.stdin.write(json.dumps(self._settings).encode() + b"\n")
                     await process.stdin.drain()
                 line = await process.stdout.readline()

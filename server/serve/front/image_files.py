@@ -27,7 +27,7 @@ def stored_images(files: FileStore, most_bytes: int) -> ReadFile:
 
 
 def fetched_images(ask: AskFront, most_bytes: int) -> ReadFile:
-    """Return a function that asks the leading front for files, with the key of the running request. It raises ApiError likewise."""
+    """Return a function that reads files of the leading front, with the key of the running request. It raises the same errors."""
 
     async def fetch(path: str, where: str) -> bytes:
         exchange = current_exchange()
