@@ -27,7 +27,7 @@ from moe.long_rotary import limit_of
 from moe.model import Model, Skeleton
 from scheduler.drafts.drafter import Drafter, MadeDrafts, TextSource
 from scheduler.engine import Engine
-from scheduler.epochs.connections import break_silent
+from scheduler.epochs.connections import EPOCH_PART, EpochConnections, break_silent
 from scheduler.epochs.follower import EpochFollower, EpochLinks, RankParts, Regrouping
 from scheduler.epochs.heartbeat import Heart
 from scheduler.moves.adapters import AdapterLoads
@@ -148,7 +148,9 @@ def assemble(
     prepared = _prepare(config, memory, is_joining=is_joining)
     backend, skeleton = prepared.backend, prepared.skeleton
     length, drafter = prepared.length, prepared.drafter
-    start = stay_alone(config, skeleton, placement) if is_joining else meet(config, skeleton)
+    connections = EpochConnections()
+    with connections.opening():
+        start = stay_alone(config, skeleton, placement) if is_joining else meet(config, skeleton)
     placement, dispatcher, mailbox_group, _ = start
     with told_shortage(prepared.memory, "the weights"):
         model = _load_model(config, prepared, start, report)
@@ -163,7 +165,8 @@ def assemble(
             progress = partial(report, KERNELS) if prepared.measurement is None else _ignore
             backend.warm_up(model, cache, progress)
         runner = _make_runner(config, prepared, dispatcher, model, cache, sampler, report)
-    channel = NoPeers() if is_joining else channel_of(config)
+    with connections.opening():
+        channel = NoPeers() if is_joining else channel_of(config)
     relocation = _make_relocation(config, placement, model, channel, backend)
     lockstep = None if is_joining else open_lockstep(config, mailbox_group, placement.version)
     structures = StructureCompiler(load_vocabulary)
@@ -179,10 +182,11 @@ def assemble(
     parts = None if store is None else RankParts(
         config=config, backend=backend, model=model, cache=cache, runner=runner, relocation=relocation,
         read_ahead=read_ahead, telemetry=telemetry, store=store, available=available, weights=weights, adapters=adapters,
+        connections=connections,
     )  # fmt: skip
     links = None if lockstep is None else EpochLinks(dispatcher, lockstep)
     epochs = None if parts is None else _make_epochs(config, parts, links)
-    heart = _make_heart(config)
+    heart = _make_heart(config, connections)
     # On GPUs a prompt's chunk is short, so nothing is measured without a target.
     pace = PrefillPace(
         config.target_itl_s, is_limited=config.device == "cpu" or config.target_itl_s is not None
@@ -293,12 +297,16 @@ def _make_epochs(config: EngineConfig, parts: RankParts, links: EpochLinks | Non
     return EpochFollower(Regrouping(parts, links), timeout_s=config.rank_recovery_timeout_s + ORDER_MARGIN_S)
 
 
-def _make_heart(config: EngineConfig) -> Heart:
+def _make_heart(config: EngineConfig, connections: EpochConnections) -> Heart:
+    def look() -> None:
+        connections.break_silent(EPOCH_PART * config.heartbeat_timeout_s)
+        break_silent(config.heartbeat_timeout_s)
+
     return Heart(
         config.rank,
         timeout_s=config.heartbeat_timeout_s,
         most_patience_s=config.distributed_timeout_s,
-        look=partial(break_silent, config.heartbeat_timeout_s),
+        look=look,
     )
 
 

@@ -68,10 +68,14 @@ class _Serving(NamedTuple):
     members: tuple[int, ...]
 
     def leave_out(self, order: Order) -> None:
-        """Interrupt the waits of this epoch if a newer order drops one of its members."""
-        given_up = sorted(set(self.members) - {*order.members, *order.leaving})
-        if given_up and order.epoch > self.lockstep.epoch:
-            error = PeerLost(self.members.index(given_up[0]), "the front has dropped it")
+        """Interrupt the waits of this epoch if a newer order drops one of its members, or if one has left the epoch."""
+        if order.epoch <= self.lockstep.epoch:
+            return
+        given_up = set(self.members) - {*order.members, *order.leaving}
+        stopped = set(self.members) & {*order.stopped}
+        if given_up or stopped:
+            reason = "the front has dropped it" if given_up else "its steps broke off"
+            error = PeerLost(self.members.index(min(given_up or stopped)), reason)
             self.dispatcher.interrupt(error)
             self.lockstep.interrupt(error)
 
@@ -201,7 +205,7 @@ class Engine:
     def regroup(self, order: Order) -> None:
         """Move this rank into a new epoch, with the same or other ranks, as soon as possible. The newest order wins.
 
-        If the order drops a member of the serving epoch, this rank stops waiting for it.
+        If a member of the serving epoch is dropped or has stopped, this rank does not wait for it.
         """
         assert self._epochs is not None, "assembled to serve one epoch only"
         if not self._epochs.orders.give(order):

@@ -15,9 +15,16 @@ groups take some 10 ms, lost experts are read from the page cache (1 s per GB), 
 tenths of a second. A hung engine is suspected after two seconds. All engines at once: the time of a start. While some rank serves,
 no stream pauses for more than 3 seconds beyond its usual gaps.
 
-Run: `python -m benchmarks.faults [MODEL] [--ranks 3 | --pools POOLS] [--nodes 2] [--tiers] [--open 10] [--random N] [--seed S]
-[--save]`. MODEL is a directory or `demo` (default). The exit status is 1 if an answer was lost or changed, if a stream paused too
-long, if a changed record was not noticed, or if something was left behind.
+With --resizes N, the service changes its number of ranks in N cycles and has drafts (`benchmarks.faults.resizes`). In every
+second cycle, an engine is killed during each resize. Expected bound: ranks meet as after a loss, so no stream pauses for more
+than a second beyond its usual gaps, and no request gets status 503.
+
+With --fronts N, the kind "kill a front" kills one of several fronts. Clients whose connections break retry with their key.
+
+Run: `python -m benchmarks.faults [MODEL] [--ranks 3 | --pools POOLS] [--nodes 2] [--fronts 2] [--tiers] [--open 10]
+[--random N | --resizes N] [--seed S] [--save]`. MODEL is a directory or `demo` (default). The exit status is 1 if an answer was
+lost or changed, if a stream paused too long, if a changed record was not noticed, if something was left behind, or if a resize
+without a kill failed or a request was refused.
 """
 
 import argparse
@@ -31,7 +38,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from benchmarks.card import environment_card, print_card, print_tail, save_result
-from benchmarks.faults.campaign import Campaign, Fault
+from benchmarks.faults.campaign import MOST_PAUSE_S, Campaign, Fault
 from benchmarks.faults.kinds import (
     AUTOMATIC_MOVE,
     FAULTS,
@@ -44,6 +51,7 @@ from benchmarks.faults.kinds import (
 )
 from benchmarks.faults.nodes import TwoNodes
 from benchmarks.faults.orders import FaultOrders
+from benchmarks.faults.resizes import MOST_RESIZE_PAUSE_S, ResizeCycles
 from benchmarks.serving.closed_loop import ExactPrompts
 from benchmarks.serving.service import BenchServiceError, Server, Service
 from kvcache.paged_cache import BLOCK_TOKENS
@@ -56,10 +64,21 @@ _EAGER = (  # rebalances often and moves slowly
     '--eplb-config={"num_redundant_experts": 4, "window_size": 20, "step_interval": 40, "min_gain": 0.0, '
     '"max_bytes_per_step": 65536}',
 )
+_DRAFTS = ('--speculative-config={"method": "ngram", "num_speculative_tokens": 4}',)
 _PROMPT_TOKENS = 48
 # Each prompt without a cached prefix is handed over.
 _HAND_OVER = f"--prefill-threshold={_PROMPT_TOKENS}"
-_WRONG = ("lost", "changed", "late", "unseen_flips", "left_behind")  # figures that must be 0 or empty
+# Figures that must be 0 or empty. The last two are of a campaign of resizes.
+_WRONG = (
+    "lost",
+    "changed",
+    "late",
+    "unseen_flips",
+    "left_behind",
+    "failed_resizes",
+    "refused_while_resizing",
+)
+_OF_RESIZES = ("resize_s", "tokens_per_s", "kills", "failed_resizes", "refused_while_resizing")
 _DISK_BYTES = 128 << 20
 _MOST_DRAWN = 3  # drawn kinds per fault
 _KINDS_OF_REQUESTS: Sequence[dict[str, Any]] = (
@@ -74,7 +93,10 @@ _KINDS_OF_REQUESTS: Sequence[dict[str, Any]] = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the campaign; return the exit status."""
-    args = _parser().parse_args(arguments)
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    if args.resizes and (args.random or args.kinds or args.pools or args.nodes > 1 or args.fronts > 1):
+        parser.error("--resizes excludes --random, --kinds, --pools, --nodes and --fronts")
     card = environment_card()
     print_card(card)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM unwinds like Ctrl-C
@@ -86,9 +108,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     result = {"benchmark": "faults", "environment": card, **result}
     _print_summary(result)
     if args.save:
-        save_result("faults", result)
+        save_result(_result_name(args), result)
     print_tail(result)
-    return 1 if any(result[wrong] for wrong in _WRONG) else 0
+    return 1 if any(result.get(wrong) for wrong in _WRONG) else 0
+
+
+def _result_name(args: argparse.Namespace) -> str:
+    if args.resizes:
+        return "faults-resizes"
+    return "faults-fronts" if args.fronts > 1 else "faults"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -101,6 +129,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tiers", action="store_true", help="a small KV cache with tiers below it")
     parser.add_argument("--open", type=int, default=10, help="open requests at a time (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=200, help="tokens per answer (default: %(default)s)")
+    parser.add_argument(
+        "--resizes",
+        type=int,
+        metavar="N",
+        help="N cycles of resizes: to two ranks more, to one more, and to the former number",
+    )
     parser.add_argument("--random", type=int, metavar="N", help="draw N faults (default: each kind once)")
     parser.add_argument("--seed", type=int, default=0, help="seed of random choices (default: %(default)s)")
     parser.add_argument(
@@ -109,7 +143,9 @@ def _parser() -> argparse.ArgumentParser:
         f"and --nodes 2: {', '.join(OF_NODES)}",
     )
     parser.add_argument(
-        "--save", action="store_true", help="write benchmarks/results/faults-<date>-<cpu>.json"
+        "--save",
+        action="store_true",
+        help="write benchmarks/results/faults-<date>-<cpu>.json; faults-resizes or faults-fronts for a campaign of these",
     )
     return parser
 
@@ -126,12 +162,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         )
     ]
     drawn = random.Random(args.seed)
-    faults = _possible(args)
-    names = args.kinds.split(",") if args.kinds else list(faults)
-    if unknown := [name for name in names if name not in faults]:
-        raise BenchServiceError(f"--kinds has {', '.join(unknown)}; possible are {', '.join(faults)}")
-    # More than needed, because a kind that is left out once is not injected again.
-    kinds = drawn.choices(names, k=_MOST_DRAWN * args.random) if args.random else names
+    cycles = ResizeCycles()
+    kinds = list(cycles.plan(args.ranks, args.resizes)) if args.resizes else _drawn_kinds(args, drawn)
     num_faults = args.random or len(kinds)
     num_ranks = args.ranks
     if args.pools:
@@ -146,7 +178,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             f"--max-rank-restarts={3 * num_faults + 3}",
             "--disable-access-log",
             f"--api-server-count={args.fronts}",
-            *(_EAGER if AUTOMATIC_MOVE in names else ()),
+            *(_EAGER if any(kind == AUTOMATIC_MOVE for kind, _ in kinds) else ()),
+            *(_DRAFTS if args.resizes else ()),
         ]
         with _service(args, model, num_ranks, flags, orders, log) as service:
             campaign = Campaign(
@@ -157,8 +190,21 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 drawn=drawn,
                 orders=orders,
                 outages=OUTAGES,
+                most_pause_s=MOST_RESIZE_PAUSE_S if args.resizes else MOST_PAUSE_S,
             )
-            return _run(campaign, [(kind, faults[kind]) for kind in kinds], num_faults, Path(log.name))
+            result = _run(campaign, kinds, num_faults, Path(log.name))
+            return {**result, **(cycles.figures(result["refused"]) if args.resizes else {})}
+
+
+def _drawn_kinds(args: argparse.Namespace, drawn: random.Random) -> list[tuple[str, Fault]]:
+    """Return the faults of `--kinds`, or those that `--random` draws."""
+    faults = _possible(args)
+    names = args.kinds.split(",") if args.kinds else list(faults)
+    if unknown := [name for name in names if name not in faults]:
+        raise BenchServiceError(f"--kinds has {', '.join(unknown)}; possible are {', '.join(faults)}")
+    # More than needed, because a kind that is left out once is not injected again.
+    drawn_names = drawn.choices(names, k=_MOST_DRAWN * args.random) if args.random else names
+    return [(name, faults[name]) for name in drawn_names]
 
 
 def _possible(args: argparse.Namespace) -> dict[str, Fault]:
@@ -227,17 +273,19 @@ def _print_summary(result: dict[str, Any]) -> None:
         f"\n   {result['faults']} faults, {result['answers']} answers: {result['lost']} lost, {result['changed']} "
         f"changed; {result['refused']} new requests refused with 503, {result['asked_again']} cut-off "
         f"requests retried with their key; {result['moves']:g} moves, {result['hand_overs']:g} of them hand-overs; "
-        f"{result['tier_faults']:g} damaged records found; of {result['flips']} records changed in transit, "
+        f"{result['accepted_drafts']:g} draft tokens accepted; {result['tier_faults']:g} damaged records found; of {result['flips']} records changed in transit, "
         f"{result['unseen_flips']} were not noticed"
     )
-    for what in ("waits_s", "first_token_s", "load"):
-        print(f"   {what}: {result[what]}")
+    for what in ("waits_s", "first_token_s", "usual_gaps_s", "load", *_OF_RESIZES):
+        if what in result:
+            print(f"   {what}: {result[what]}")
     for kind, times in result["kinds"].items():
         told = ", ".join(
             f"{what} p50 {spread['p50']:.2f}, p99 {spread['p99']:.2f}"
             for what, spread in (
                 ("seen after", times["detected_s"]),
                 ("streams pause", times["pauses_s"]),
+                ("cut off for", times["cut_off_s"]),
                 ("whole after", times["whole_s"]),
             )
             if spread

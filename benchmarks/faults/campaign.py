@@ -37,6 +37,7 @@ _POLL_S = 0.02
 _COUNTERS = {  # a name in the result -> a metric and a part of its labels
     "moves": ("wideep:request_moves_total", ""),
     "hand_overs": ("wideep:request_moves_total", 'cause="hand_over"'),
+    "accepted_drafts": ("vllm:spec_decode_num_accepted_tokens_total", ""),
     "tier_faults": ("wideep:kv_tier_faults_total", ""),
 }
 _SEMAPHORE = "sem.mp-"  # of multiprocessing: used by concurrent tests, not by the service
@@ -59,15 +60,18 @@ class Campaign:
         drawn: random.Random,
         orders: FaultOrders,
         outages: Sequence[str] = (),
+        most_pause_s: float = MOST_PAUSE_S,
     ) -> None:
         """Send no request before `run`.
 
         Args:
             orders: Orders to the processes of the service.
             outages: Kinds of faults during which no rank serves, so that streams may pause longer.
+            most_pause_s: Limit of the pause of a stream, beyond its usual longest gap, while some rank serves.
         """
         self.service, self.bodies, self.num_ranks, self.num_open = service, bodies, num_ranks, num_open
         self.drawn, self.orders, self._outages = drawn, orders, outages
+        self._most_pause_s = most_pause_s
         self.pools: dict[str, list[int]] = {}  # ranks by name
         self._gaps_s: list[float] = []  # of streams before faults
         self._first_s: list[float] = []  # waits for the first piece of a stream
@@ -81,6 +85,9 @@ class Campaign:
         self.num_cut_off = 0  # answers that were requested again
         self.front_is_away = False  # by a fault: clients that are cut off retry with the same key
         self._open: dict[int, LiveAnswer] = {}  # by client
+        self._asked: list[
+            LiveAnswer
+        ] = []  # during the current fault, and those that were open at its beginning
         self._is_over = False
         self._struck_s: float | None = None  # time of the first signal of the current fault
 
@@ -120,7 +127,7 @@ class Campaign:
     def _result(self, before: dict[str, float], after: dict[str, float]) -> dict[str, Any]:
         """Return all figures. `before` and `after` are the footprints."""
         flips = self.orders.flips
-        most_s = MOST_PAUSE_S + (percentile(self._gaps_s, 99) if self._gaps_s else 0.0)
+        most_s = self._most_pause_s + (percentile(self._gaps_s, 99) if self._gaps_s else 0.0)
         # Of streams while some rank serves.
         pauses_s = {kind: times for kind, times in self._pauses().items() if kind not in self._outages}
         waits_s = [each for times in pauses_s.values() for each in times]
@@ -129,8 +136,9 @@ class Campaign:
             "left_out": self.left_out,
             "load": spread([each.load for each in self.outcomes]),
             "waits_s": spread(waits_s),
-            "waits_beyond_limit": sum(each > MOST_PAUSE_S for each in waits_s),
+            "waits_beyond_limit": sum(each > self._most_pause_s for each in waits_s),
             "first_token_s": spread(self._first_s),
+            "usual_gaps_s": spread(self._gaps_s),
             "flips": flips.num,
             "unseen_flips": flips.num_unseen,
             "answers": self.num_answers,
@@ -157,7 +165,8 @@ class Campaign:
         await self._wait_until_whole(0)
         await asyncio.sleep(self.drawn.uniform(0.1, 1.0))  # faults occur at any point of a step
         losses = (await self.status())["losses"]
-        open_at_fault = list(self._open.values())
+        self._asked = list(self._open.values())
+        num_cut_off = {id(each): each.num_cut_off for each in self._asked}
         begun_s, self._struck_s = time.perf_counter(), None
         load = os.getloadavg()[0]
         seen = asyncio.create_task(self._wait_until_missed(losses))
@@ -169,7 +178,7 @@ class Campaign:
         begun_s = self._struck_s or begun_s  # a fault that waits for its moment starts with its first signal
         self._gaps_s += [
             after_s - before_s
-            for each in open_at_fault
+            for each in self._asked
             if each.is_streamed
             for before_s, after_s in pairwise(each.arrivals_s)
             if after_s < begun_s
@@ -183,22 +192,25 @@ class Campaign:
         await self._wait_for(
             lambda: all(
                 each not in self._open.values() or (each.arrivals_s and each.arrivals_s[-1] > whole_s)
-                for each in open_at_fault
-                if each.is_streamed
+                for each in list(self._asked)
+                if each.is_streamed and each.asked_s < whole_s
             ),
             "the next piece of every stream",
         )
         self.front_is_away = False
         if failed := [client for client in clients if client.done()]:
             failed[0].result()  # raises the client's error
-        pauses = (
-            longest_pause_s(each.arrivals_s, begun_s, whole_s) for each in open_at_fault if each.is_streamed
-        )
+        pauses: dict[bool, list[float]] = {False: [], True: []}  # by whether the stream was cut off
+        for each in self._asked:
+            pause = longest_pause_s(each.arrivals_s, begun_s, whole_s) if each.is_streamed else None
+            if pause is not None:
+                pauses[each.num_cut_off > num_cut_off.get(id(each), 0)].append(pause)
         return FaultOutcome(
             kind=kind,
             detected_s=None if detected_s is None else detected_s - begun_s,
             whole_s=whole_s - begun_s,
-            pauses_s=[pause for pause in pauses if pause is not None],
+            pauses_s=pauses[False],
+            cut_off_s=pauses[True],
             load=load,
         )
 
@@ -216,6 +228,7 @@ class Campaign:
                 may_ask_again=lambda: self.front_is_away,
             )
             self._open[number] = answer
+            self._asked.append(answer)
             try:
                 said = await answer.read()
             except LostAnswerError as error:
@@ -242,17 +255,9 @@ class Campaign:
         """Drain a rank, or undo that. The service refuses to drain its last rank."""
         await self._ask("POST", "/ranks/drain", {"rank": rank, "undo": undo, "timeout_s": timeout_s})
 
-    async def scale(self, num_ranks: int, *, once: bool = False) -> None:
-        """Change the number of ranks, and repeat that while the service refuses it, for example because a rank is away."""
-        deadline_s = time.perf_counter() + RECOVERY_TIMEOUT_S
-        while True:
-            answer = await self._ask("POST", "/scale_elastic_ep", {"new_data_parallel_size": num_ranks})
-            state = json.loads(answer or b"{}")
-            if once or state.get("effective_data_parallel_size") == num_ranks:
-                return
-            if time.perf_counter() > deadline_s:
-                raise BenchServiceError(f"the service did not change to {num_ranks} ranks: {state}")
-            await asyncio.sleep(_POLL_S)
+    def begin_fault(self) -> None:
+        """Count the pauses of streams from now on. Otherwise they count from the first signal."""
+        self._struck_s = self._struck_s or time.perf_counter()
 
     async def act(self, path: str) -> None:
         """Send a POST that acts on the service."""
@@ -284,12 +289,19 @@ class Campaign:
     def send(self, number: signal.Signals, *ranks: int) -> None:
         """Send a signal to engines."""
         engines = self.engines()
-        self._struck_s = self._struck_s or time.perf_counter()
+        self.begin_fault()
         for rank in ranks:
             if number == signal.SIGKILL:
                 self._killed.add(engines[rank])
             with contextlib.suppress(ProcessLookupError):
                 os.kill(engines[rank], number)
+
+    def kill_any(self) -> None:
+        """Kill one of the running engines."""
+        pid = self.drawn.choice(sorted(self.engines().values()))
+        self._killed.add(pid)
+        with contextlib.suppress(ProcessLookupError):  # it has just left
+            os.kill(pid, signal.SIGKILL)
 
     def front(self) -> int:
         """Return the pid of the running front, or of the leading one of several."""
@@ -312,7 +324,7 @@ class Campaign:
         pid = self.engines().get(rank)
         found = [] if pid is None else connections(pid, others)
         if pid is not None and found:
-            self._struck_s = self._struck_s or time.perf_counter()
+            self.begin_fault()
             cut(pid, found)
         return bool(found)
 
@@ -322,9 +334,16 @@ class Campaign:
 
     async def status(self) -> dict[str, Any]:
         """Return the fault status, once a front is available."""
+        path = "/v1/fault_tolerance/status"
+        while "losses" not in (status := await self.state("GET", path)):  # 503: the leading front is away
+            await asyncio.sleep(_POLL_S)
+        return status
+
+    async def state(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Return a JSON object of the service, once a front is available."""
         while True:
             with contextlib.suppress(OSError, ValueError):
-                return dict(json.loads(await self._ask("GET", "/v1/fault_tolerance/status")))
+                return dict(json.loads(await self._ask(method, path, body)))
             await asyncio.sleep(_POLL_S)
 
     async def apply_plan(self) -> None:
@@ -380,7 +399,10 @@ class Campaign:
         """Return the time at which all ranks were seen to serve together, after `losses` losses since the start."""
 
         async def is_whole() -> bool:
-            if self._killed & set(self.engines().values()):  # the front may not have noticed yet
+            engines = self.engines()
+            if self._killed & set(engines.values()):  # the front may not have noticed yet
+                return False
+            if engines.keys() != {*range(self.num_ranks)}:
                 return False
             status = await self.status()
             # The service's phase is that of the pool that is closest to serving.
@@ -410,7 +432,7 @@ class Campaign:
             await asyncio.sleep(_POLL_S)
         return await self._footprint()
 
-    async def _figure(self, name: str, label: str = "") -> float:
+    async def figure(self, name: str, label: str = "") -> float:
         """Return the sum of a metric over the rows with a label. 0 if the service does not have it."""
         lines = (await self._ask("GET", "/metrics")).decode().splitlines()
         rows = (line for line in lines if line.partition("{")[0] == name and label in line)
@@ -420,13 +442,13 @@ class Campaign:
         """Read the counters. A new front begins at 0."""
         for name, metric in _COUNTERS.items():
             of_earlier, last = self._counted[name]
-            now = await self._figure(*metric)
+            now = await self.figure(*metric)
             self._counted[name] = (of_earlier + last, now) if now < last else (of_earlier, now)
 
     async def _running(self) -> dict[str, float]:
         """Return the figures that are 0 when nothing runs."""
         names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
-        return {name: await self._figure(name) for name in names}
+        return {name: await self.figure(name) for name in names}
 
     async def _footprint(self) -> dict[str, float]:
         """Return the figures that must return to their initial values when nothing runs."""

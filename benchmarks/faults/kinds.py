@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from benchmarks.faults.campaign import Campaign, Fault, LeftOutError
+from benchmarks.faults.resizes import begin_resize, scale, wait_for_resize
 
 PAUSE_S = 0.7  # between stopping and continuing an engine: too short for the service to abandon it
 DRAIN_S = 5.0  # limit of the wait for an empty rank
@@ -16,6 +17,7 @@ CHANCE_S = 20.0  # limit of the wait for a transfer to disturb
 NUM_FLUSHES = 3
 AUTOMATIC_MOVE = "kill during an automatic move"
 KILL_A_FRONT, SUPERVISOR = "kill a front", "kill a supervisor"
+FRONT_DURING_RESIZE = "kill the front during a resize"
 _POLL_S = 0.05
 
 
@@ -138,32 +140,46 @@ async def _leave_during_drain(campaign: Campaign) -> int:
 
 async def _resize(campaign: Campaign) -> int:
     """Add two ranks, and let them leave one after the other."""
+    num_ranks = campaign.num_ranks
     for num_more in (2, 1, 0):
-        await campaign.scale(campaign.num_ranks + num_more)
+        await scale(campaign, num_ranks + num_more)
     return 0
 
 
 async def _kill_during_growth(campaign: Campaign) -> int:
     """Add a rank, and kill it or another one at any moment until it has joined."""
     num_ranks = campaign.num_ranks
-    growing = asyncio.create_task(campaign.scale(num_ranks + 1, once=True))
+    await begin_resize(campaign, num_ranks + 1)
     await campaign.wait_for_new_engine(num_ranks, 0)
     await asyncio.sleep(campaign.drawn.uniform(0.0, 10.0))
     _kill_if_there(campaign, campaign.drawn.randrange(num_ranks + 1))
-    await growing
-    await campaign.scale(num_ranks)
+    await wait_for_resize(campaign)
+    await scale(campaign, num_ranks)
     return 0
 
 
 async def _kill_during_shrinking(campaign: Campaign) -> int:
     """Let a rank leave, and kill it or another one meanwhile."""
     num_ranks = campaign.num_ranks
-    await campaign.scale(num_ranks + 1)
-    shrinking = asyncio.create_task(campaign.scale(num_ranks, once=True))
+    await scale(campaign, num_ranks + 1)
+    await begin_resize(campaign, num_ranks)
     await asyncio.sleep(campaign.drawn.uniform(0.0, 0.5))
     _kill_if_there(campaign, campaign.drawn.randrange(num_ranks + 1))
-    await shrinking
-    await campaign.scale(num_ranks)
+    await wait_for_resize(campaign)
+    await scale(campaign, num_ranks)
+    return 0
+
+
+async def _kill_front_during_resize(campaign: Campaign) -> int:
+    """Add a rank, and kill the front meanwhile. Its replacement has the former or the new number of ranks."""
+    num_ranks = campaign.num_ranks
+    await begin_resize(campaign, num_ranks + 1)
+    await asyncio.sleep(campaign.drawn.uniform(0.0, 10.0))
+    front = campaign.front()
+    await _kill_front(campaign)
+    await campaign.wait_for_end(front)
+    await wait_for_resize(campaign)
+    await scale(campaign, num_ranks)
     return 0
 
 
@@ -278,11 +294,12 @@ async def _damage_records(campaign: Campaign) -> int:
 
 
 # While one of these lasts, no rank serves, or clients cannot be reached.
-OUTAGES = ("kill all", "kill the front", SUPERVISOR, "sleep and wake")
+OUTAGES = ("kill all", "kill the front", SUPERVISOR, "sleep and wake", FRONT_DURING_RESIZE)
 OF_RESIZES: Mapping[str, Fault] = {
     "resize": _resize,
     "kill during growth": _kill_during_growth,
     "kill during shrinking": _kill_during_shrinking,
+    FRONT_DURING_RESIZE: _kill_front_during_resize,
 }
 FAULTS: Mapping[str, Fault] = {
     "kill one": lambda campaign: _kill(campaign, 1),

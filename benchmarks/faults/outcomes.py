@@ -15,7 +15,8 @@ class FaultOutcome:
     kind: str
     detected_s: float | None  # None if no rank was missed, which is right for a short pause
     whole_s: float
-    pauses_s: list[float]
+    pauses_s: list[float]  # of streams whose connections lasted
+    cut_off_s: list[float]  # of streams that were requested again: from the last piece to the next one
     load: float  # of the machine: running and waiting threads, mean of the last minute
 
 
@@ -29,6 +30,7 @@ def summarise(outcomes: Sequence[FaultOutcome]) -> dict[str, dict[str, Any]]:
             "faults": len(group),
             "detected_s": spread([each.detected_s for each in group if each.detected_s is not None]),
             "pauses_s": spread([pause for each in group for pause in each.pauses_s]),
+            "cut_off_s": spread([pause for each in group for pause in each.cut_off_s]),
             "whole_s": spread([each.whole_s for each in group]),
         }
         for kind, group in by_kind.items()
@@ -56,4 +58,6 @@ def line_of(outcome: FaultOutcome) -> str:
     """Return a fault in one line."""
     seen = "no rank missed" if outcome.detected_s is None else f"seen after {outcome.detected_s:.2f} s"
     pause = f"longest pause {max(outcome.pauses_s):.2f} s" if outcome.pauses_s else "no stream was open"
+    if outcome.cut_off_s:
+        pause += f", {len(outcome.cut_off_s)} streams cut off for {max(outcome.cut_off_s):.2f} s at most"
     return f"{outcome.kind}: {seen}, {pause}, whole after {outcome.whole_s:.1f} s, load {outcome.load:.1f}"

@@ -29,6 +29,10 @@ class LostAnswerError(RuntimeError):
     """An accepted request got an error, or its connection ended before the answer was complete."""
 
 
+class CutOffError(LostAnswerError):
+    """The connection ended before the answer was complete."""
+
+
 @dataclass(kw_only=True, eq=False)
 class LiveAnswer:
     """One request to /v1/completions. `arrivals_s` grows while the answer is read."""
@@ -46,7 +50,7 @@ class LiveAnswer:
     _said: Said = field(default_factory=lambda: Said({}, {}, {}, 0))
 
     async def read(self) -> Said:
-        """Send the request and read the answer to its end. Retry after a 503 and, if allowed, after a cut.
+        """Send the request and read the answer to its end. Retry after a 503 and, if allowed, after a cut. No error is retried.
 
         Raises:
             LostAnswerError: An accepted request failed, or it was refused with another status.
@@ -56,7 +60,7 @@ class LiveAnswer:
                 if await self._read_once():
                     return self._said
                 self.num_refused += 1
-            except LostAnswerError:
+            except CutOffError:
                 if not self.may_ask_again():
                     raise
                 self.num_cut_off += 1
@@ -75,7 +79,7 @@ class LiveAnswer:
         try:
             reader, writer = await asyncio.open_connection(HOST, self.port, limit=2**22)
         except OSError as error:
-            raise LostAnswerError(f"cannot connect: {error}") from error
+            raise CutOffError(f"cannot connect: {error}") from error
         try:
             await self._send(writer)
             status = await self._read_head(reader)
@@ -86,11 +90,11 @@ class LiveAnswer:
             async for event in self._events(reader):
                 self._take(event)
         except (OSError, ValueError) as error:  # ValueError: a body that was cut off
-            raise LostAnswerError(f"the connection broke: {error}") from error
+            raise CutOffError(f"the connection broke: {error}") from error
         finally:
             writer.close()
         if len(self._said.finish_reasons) != self.body.get("n", 1) or not self._said.num_tokens:
-            raise LostAnswerError(f"incomplete after {sum(map(len, self._said.texts.values()))} characters")
+            raise CutOffError(f"incomplete after {sum(map(len, self._said.texts.values()))} characters")
         return True
 
     async def _send(self, writer: asyncio.StreamWriter) -> None:
@@ -108,7 +112,7 @@ class LiveAnswer:
     async def _read_head(self, reader: asyncio.StreamReader) -> int:
         words = (await reader.readline()).split()
         if not words:
-            raise LostAnswerError("the connection closed without an answer")
+            raise CutOffError("the connection closed without an answer")
         while (await reader.readline()).strip():
             pass
         return int(words[1])

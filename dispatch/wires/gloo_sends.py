@@ -22,6 +22,7 @@ from dispatch.wires.wire import RankTable
 _TAG_PART, _TAG_REST, _TAG_PROBE = 0x57E8, 0x57E9, 0x57EA
 _NEARLY = 0.9  # share of the timeout
 _DOING = "an exchange over gloo"
+_LOOK_EVERY = timedelta(seconds=0.1)  # interval of checks for an interruption
 _MAX_CUTS = 256  # lengths are multiples of 64, and repeat between small steps
 
 log = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ class _Sends:
         self._peers = [peer for peer in range(self._world_size) if peer != self._rank]
         self._incoming, self._part_bytes, self._mask = incoming, part_bytes, mask
         self._timeout_s = timeout_s
-        self.interruption: DispatchError | None = None  # set by another thread: raised if a wait fails
+        self.interruption: DispatchError | None = None  # set by another thread: ends a wait
 
     def exchange_rests(self, sends: Rests, receives: Rests) -> None:
         """Send and receive the rests of messages that are longer than a part. Raises or masks as `finish` does.
@@ -151,10 +152,20 @@ class Together(_Sends):
         Raises:
             PeerLost, DispatchTimeout: With more than two ranks, a timeout names no rank.
         """
+        while not self._has_ended():
+            self._check_interruption()
         try:
             self._work.wait()
         except RuntimeError as error:
             self._fail(error)
+
+    def _has_ended(self) -> bool:
+        """Wait for the end of the all-to-all, also by an error, at most until the next check for an interruption."""
+        try:
+            self._work.wait(_LOOK_EVERY)
+        except RuntimeError:  # the all-to-all failed, or only this wait is over
+            return bool(self._work.is_completed())
+        return True
 
     def _cut(self, outgoing: Tensor, num_bytes: int) -> Tensor:
         """Return outgoing[:num_bytes], cached: making it takes 20 us when torch's code is not in the CPU's cache."""

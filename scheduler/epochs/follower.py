@@ -30,7 +30,8 @@ from moe.backend import Backend
 from moe.expert_weights import Held, Ready, num_to_read
 from moe.load.checkpoint import CheckpointError
 from moe.model import Model
-from scheduler.epochs.meeting import CONNECT_TIMEOUT_S, meet, part
+from scheduler.epochs.connections import EpochConnections
+from scheduler.epochs.meeting import CONNECT_TIMEOUT_S, MeetingStore, meet, part
 from scheduler.epochs.orders import (
     CannotHoldError,
     IsOver,
@@ -88,6 +89,7 @@ class RankParts:
     available: Callable[[], int]  # returns the free memory in bytes
     weights: RankWeights = field(default_factory=RankWeights)
     adapters: AdapterLoads | None = None
+    connections: EpochConnections = field(default_factory=EpochConnections)
 
 
 class Regrouping:
@@ -99,6 +101,7 @@ class Regrouping:
         self._place = parts.config.rank
         self._num_ranks = parts.config.world_size  # present or not; a resize changes it
         self._threads = parts.config.threads
+        self._store: MeetingStore | None = None  # of the epoch's groups, which do not keep it
         self.members = tuple(range(parts.config.world_size))  # of the serving or coming epoch
         self._held: Held = parts.model.placement.local(self._place).tolist()
         self._most_spare = parts.model.placement.slots_per_rank
@@ -110,8 +113,10 @@ class Regrouping:
         links, self._links, self._is_serving = self._links, None, False
         if links is not None:
             links.close()
+        self._parts.connections.close()
         self._parts.relocation.end_epoch()
         part()
+        self._store = None
 
     def close(self) -> None:
         """Leave the epoch and end the threads that move experts."""
@@ -138,13 +143,14 @@ class Regrouping:
         self.members = order.members
         self._place = order.members.index(parts.config.rank)
         self._hold(order)
-        meet(parts.store, order.epoch, order.members, parts.config.rank, is_over)
-        try:
-            return self._serve(order, step)
-        except (*PEER_IS_GONE, WireUnavailable, RuntimeError, ConfigError) as error:
-            # RuntimeError: gloo's only error for a peer that is gone. ConfigError: placements differ.
-            why = by_rank(str(error), order.members)
-            raise WireUnavailable(f"epoch {order.epoch} could not begin: {why}") from error
+        with parts.connections.opening():
+            self._store = meet(parts.store, order.epoch, order.members, parts.config.rank, is_over)
+            try:
+                return self._serve(order, step)
+            except (*PEER_IS_GONE, WireUnavailable, RuntimeError, ConfigError) as error:
+                # RuntimeError: gloo's only error for a peer that is gone. ConfigError: placements differ.
+                why = by_rank(str(error), order.members)
+                raise WireUnavailable(f"epoch {order.epoch} could not begin: {why}") from error
 
     def _serve(self, order: Order, step: int) -> LockStep:
         parts, placement = self._parts, order.placement

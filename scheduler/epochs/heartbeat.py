@@ -23,7 +23,7 @@ from functools import partial
 from typing import NamedTuple
 
 BEATS_PER_TIMEOUT = 8
-LOOK_EVERY_S = 1.0
+LOOK_EVERY_S = 0.5
 PATIENCE = 5  # times the longest time between two moves so far; a slow machine is not a stuck one
 COMPUTING = 5  # times the patience, for a step that uses the processor: it may be a new kind of work
 LEAST_USED_S = 0.01  # of processor time within half a patience
@@ -102,7 +102,7 @@ class Heart:
         Args:
             timeout_s: The least patience; BEATS_PER_TIMEOUT heartbeats are sent in that time. 0 disables them.
             most_patience_s: The most patience, used until the machine's pace is known.
-            look: Called by the thread about once a second, for other periodic checks.
+            look: Called by the thread about twice a second, for other periodic checks.
             processor: Returns the seconds of processor time of the step loop. Default: of the thread that calls `start`.
         """
         self._rank, self.progress, self._clock = rank, StepProgress(), clock

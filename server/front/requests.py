@@ -165,6 +165,8 @@ class Requests:
         self._held: dict[str, Generation] = {}  # open choices that follow others
         # By a choice at a rank: the held choices of its answer that follow it.
         self._followers: dict[str, deque[Generation]] = {}
+        # Ranks and requests that left them while they lived: such a rank may still send outputs of the request, up to its end.
+        self._left: set[tuple[int, str]] = set()
         self._sources = PrefixSources()
         self._on_ask, self._on_answer = on_ask, on_answer
         self._why_not_ready = why_not_ready
@@ -261,6 +263,10 @@ class Requests:
         try:
             for output in outputs:
                 generation = self._open.get(output.request_id)
+                if (rank, output.request_id) in self._left:
+                    if output.finish_reason is not None or output.is_returned:
+                        self._left.remove((rank, output.request_id))
+                    continue
                 if generation is None or generation.rank != rank or output.request_id in self._parked:
                     continue
                 if output.token_ids or not output.is_returned:
@@ -281,7 +287,8 @@ class Requests:
             self._num_tokens, self._gaps_s = 0, {}
 
     def note_rank(self, facts: RankFacts) -> None:
-        """Record the host and the capacity of a rank that is ready."""
+        """Record the host and the capacity of a rank that is ready. It has no requests."""
+        self._left = {each for each in self._left if each[0] != facts.rank}
         self._router.note_size(
             facts.rank,
             seats=facts.max_num_seqs,
@@ -380,7 +387,7 @@ class Requests:
                 self._submit(generation, time.monotonic())
 
     def leave(self, ranks: Collection[int]) -> None:
-        """Move the requests of lost ranks to other ranks."""
+        """Move the requests of ranks to other ranks. The ranks are lost, or cannot serve for now."""
         for rank in ranks:
             self._router.leave(rank)
             self._sources.leave(rank)
@@ -397,7 +404,13 @@ class Requests:
                 continue
             self._router.retire(request_id)
             generation.is_handed_over = False
-            self._submit(generation, now_s, previous=generation.rank)
+            previous = generation.rank
+            is_alive = previous in self._ranks.attached
+            if is_alive:
+                self._left.add((previous, request_id))
+            self._submit(generation, now_s, previous=previous)
+            if is_alive:
+                self._ranks.post(previous, Abort(request_id))  # afterwards, because it may lose the rank
 
     def refuse(self, failure: ApiError) -> None:
         """Refuse new requests with `failure`; open ones continue."""

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from benchmarks.serving.closed_loop import ExactPrompts, RequestTiming, closed_loop, summarise
-from benchmarks.serving.live_answers import longest_pause_s
+from benchmarks.serving.live_answers import CutOffError, LiveAnswer, LostAnswerError, longest_pause_s
 from benchmarks.serving.service import BenchServiceError, stream_completion
 from tests.support.requests.stub_service import OK, chunk, event, stub_service, usage
 
@@ -115,3 +115,38 @@ def test_prompts_have_the_exact_length_and_distinct_beginnings() -> None:
     taken = prompts.take(1000)
     assert {len(prompt) for prompt in taken} == {128}
     assert len({tuple(prompt[:16]) for prompt in taken}) > 990  # the text sometimes repeats itself
+
+
+BUSY = b"HTTP/1.1 503 Service Unavailable\r\n\r\n"
+BROKEN = b"HTTP/1.1 500 Internal Server Error\r\n\r\n{}"
+
+
+def _read(answers: list[bytes], *, may_ask_again: bool) -> LiveAnswer:
+    """Let a stub answer the tries of one request."""
+
+    async def run() -> LiveAnswer:
+        async with stub_service(answers, closes_after=lambda _: True) as service, asyncio.timeout(10):
+            answer = LiveAnswer(
+                port=service.port, body={}, is_streamed=True, may_ask_again=lambda: may_ask_again
+            )
+            await answer.read()
+            return answer
+
+    return asyncio.run(run())
+
+
+def _answer(finish_reason: str | None) -> bytes:
+    choice = {"index": 0, "text": "word", "finish_reason": finish_reason}
+    return OK + chunk(event({"choices": [choice]}) + event({"choices": [], "usage": usage(1, 1)}))
+
+
+def test_an_answer_that_is_cut_off_is_requested_again_if_that_is_allowed() -> None:
+    answer = _read([BUSY, _answer(None), _answer("length")], may_ask_again=True)
+    assert (answer.num_refused, answer.num_cut_off, len(answer.arrivals_s)) == (1, 1, 2)
+    with pytest.raises(CutOffError, match="incomplete after 4 characters"):
+        _read([_answer(None)], may_ask_again=False)
+
+
+def test_an_answer_with_an_error_is_lost_and_not_requested_again() -> None:
+    with pytest.raises(LostAnswerError, match="status 500"):
+        _read([BROKEN, _answer("length")], may_ask_again=True)

@@ -131,6 +131,28 @@ def test_a_wait_is_interrupted_and_seen_from_another_thread(pool_of: PoolOf) -> 
     assert waited_s < ENOUGH_S
 
 
+def wait_over_gloo() -> tuple[str, float]:
+    """Let rank 0 wait for rank 1, which does nothing, until another thread interrupts it. Both then leave the group."""
+    group = dist.new_group([0, 1])
+    dispatcher = Dispatcher(open_wire("gloo", group, timeout_s=60), slots_per_rank=2)
+    said, begin = "no error", time.monotonic()
+    if dist.get_rank() == 0:
+        interrupting = threading.Timer(0.2, dispatcher.interrupt, [PeerLost(1, "its steps broke off")])
+        interrupting.start()
+        said = catch(lambda: dispatcher.dispatch(torch.ones(1, 4), torch.tensor([[3]])))
+        interrupting.join()
+    dist.barrier()
+    dispatcher.close()
+    dist.destroy_process_group(group)
+    return said, time.monotonic() - begin
+
+
+def test_a_wait_over_gloo_ends_at_an_interruption_before_any_connection_breaks(pool_of: PoolOf) -> None:
+    (said, waited_s), _ = pool_of(2).run(wait_over_gloo)
+    assert said == "PeerLost: rank 1 is lost: its steps broke off"
+    assert waited_s < ENOUGH_S
+
+
 def use_after_close(name: str) -> tuple[str, str]:
     dispatcher = Dispatcher(open_wire(name, dist.group.WORLD), slots_per_rank=2)
     dispatcher.close()

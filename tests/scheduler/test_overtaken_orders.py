@@ -33,13 +33,19 @@ class Links:
 
 
 @pytest.mark.parametrize("moment", ["while it meets", "as it begins to serve", "while it serves"])
-def test_a_rank_that_an_order_leaves_out_is_not_waited_for_whenever_it_comes(moment: str) -> None:
+@pytest.mark.parametrize(
+    "newer",
+    [Order(2, (0,), PLACEMENT), Order(2, (0, 1), PLACEMENT, stopped=(1,))],
+    ids=["left out", "stopped"],
+)
+def test_a_rank_that_an_order_leaves_out_or_that_has_stopped_is_not_waited_for(
+    newer: Order, moment: str
+) -> None:
     links = {epoch: Links(epoch) for epoch in (1, 2)}
     regrouping = Mock(members=(0, 1))
     epochs = EpochFollower(regrouping, timeout_s=30.0)
     runner = Mock()
     engine = Engine(0, Mock(), runner, None, Mock(), Mock(), Mock(), Mock(), epochs, memory=Mock())
-    newer = Order(2, (0,), PLACEMENT)
 
     def follow(order: Order, *_: object) -> Links:
         regrouping.members, runner.dispatcher = order.members, links[order.epoch]

@@ -183,9 +183,8 @@ class Leader:
         places = [self.epochs.ranks.index(rank) for rank in epoch.members]
         placement = self._surviving(self._placement.home, places)
         placement = placement.with_version(self._placement.next_version())
-        order = Order(
-            epoch.number, epoch.members, placement, self._weights(), self.epochs.num_ranks, epoch.leaving
-        )
+        sizes = self._weights(), self.epochs.num_ranks
+        order = Order(epoch.number, epoch.members, placement, *sizes, epoch.leaving, epoch.stopped)
         self.epochs.grant(self._read_s(placement))
         self._begun_s = self._clock()
         self._placement.regroup(order, self.epochs.describe())
@@ -205,6 +204,11 @@ class Leader:
         settled = self.epochs.settled
         left, entered = self._entered - settled, settled - self._entered
         self._entered = set(settled)
+        if moved := left & {*self.epochs.members}:
+            ranks = " ".join(map(str, sorted(moved)))
+            _LOG.warning(
+                "ranks %s%s have not met again: their requests move to other pools", ranks, self._of_pool
+            )
         if left:
             self._requests.leave(left)
         for rank in sorted(entered):

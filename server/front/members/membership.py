@@ -7,17 +7,21 @@ An epoch's members are the attached ranks. A rank that leaves or returns begins 
 reports a fault. Usually another rank was lost, and its stream ends a moment later, so the order waits for that. A final fault
 means that the rank cannot hold the experts it would take over: the service then needs another rank.
 
+If the members of a pool have not met after a second and another pool serves, requests leave its ranks. They may return when the
+members have met.
+
 A resize is an epoch with another number of ranks. New ranks attach beforehand and wait. If the members of that epoch do not all
 meet, the next order has the former number of ranks again, and those that were to leave stay.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-FAULT_GRACE_S = 1.0  # after a fault, for the end of the stream that explains it
+FAULT_GRACE_S = 0.5  # after a fault, for the end of the stream that explains it
+RELEASE_S = 1.0  # after the end of an epoch: until the members meet, or their requests move to other pools
 REGROUP_TIMEOUT_S = 30.0  # for a rank's answer to an order, until its stream is closed
 RETURN_S = 10.0  # for ranks to return to a restarted front; they try several times a second
 # After the first of them, for the others. A rank that died with the front needs the time of its start.
@@ -47,6 +51,7 @@ class Epoch(NamedTuple):
     number: int
     members: tuple[int, ...]  # ascending
     leaving: tuple[int, ...] = ()  # ranks that a resize lets go
+    stopped: tuple[int, ...] = ()  # members whose steps of the last epoch broke off
 
 
 class GivenUp(NamedTuple):
@@ -86,10 +91,12 @@ class Epochs:
         first_rank: int = 0,
         fault_grace_s: float = FAULT_GRACE_S,
         regroup_timeout_s: float = REGROUP_TIMEOUT_S,
+        others_serve: Callable[[], bool] | None = None,
     ) -> None:
         """Args: recovery_timeout_s is the time without a serving rank after which the pool has failed.
 
-        first_rank is the number of the pool's first rank in the service; its ranks are consecutive.
+        first_rank is the number of the pool's first rank in the service; its ranks are consecutive. others_serve returns whether
+        another pool serves; None if there is none.
         """
         self.num_ranks = num_ranks
         self.ranks = range(first_rank, first_rank + num_ranks)
@@ -106,6 +113,10 @@ class Epochs:
         self._faults: dict[int, _Fault] = {}  # of this epoch
         self._given_up: set[int] = set()  # ranks with a closed stream that has not ended yet
         self._silent: dict[int, float] = {}  # by member that has not answered an order: its time limit
+        self._others_serve = others_serve
+        self._release_s: float | None = (
+            None  # time at which requests leave the ranks, unless the members meet before
+        )
         self._waiting_s = 0.0  # start of the WAITING phase
         self._ended_by_faults: deque[float] = deque(maxlen=MAX_FAULTS)  # times when faults ended epochs
         self._coming = range(0)  # new ranks, which may attach and become no members yet
@@ -117,7 +128,7 @@ class Epochs:
 
     @property
     def settled(self) -> frozenset[int]:
-        """Ranks that requests may be routed to: they serve, or will again when all members have met."""
+        """Ranks that requests may be routed to: they serve, or will soon again when all members have met."""
         return frozenset(self._settled)
 
     @property
@@ -266,9 +277,11 @@ class Epochs:
         if number != self.number or rank not in self.members or rank in self._faults:
             return
         self._met.add(rank)
+        if not self._settled:
+            self._release_s = now_s + RELEASE_S
         self._settled.add(rank)
         if self._met == set(self.members):
-            self.phase = Phase.SERVING
+            self.phase, self._release_s = Phase.SERVING, None
             self._former_num, self._leaving = None, {}
 
     def take_fault(self, rank: int, number: int, reason: str, *, is_final: bool, now_s: float) -> Effects:
@@ -280,11 +293,11 @@ class Epochs:
         self._hear(rank, number, now_s)
         if number != self.number or rank not in self.members:
             return _NOTHING
+        self._met.discard(rank)
+        self._faults.setdefault(rank, _Fault(rank, reason, now_s, is_final))
         if self.is_resizing:
             self._undo_resize()
             return self._order(now_s)
-        self._met.discard(rank)
-        self._faults.setdefault(rank, _Fault(rank, reason, now_s, is_final))
         if is_final:
             self._faults[rank] = self._faults[rank]._replace(is_final=True, reason=reason)
         if is_final and not self.missing:  # no missing rank can return to help, so restart this one
@@ -292,7 +305,7 @@ class Epochs:
         if is_final:
             self._wait(now_s)
         elif self.phase is Phase.SERVING:
-            self.phase = Phase.REGROUPING
+            self._regroup(now_s)
         return _NOTHING
 
     def tick(self, now_s: float) -> Effects:
@@ -302,6 +315,8 @@ class Epochs:
             return _NOTHING
         if self._resumed_until_s is not None:
             return self._go_on_without(now_s)
+        if self._may_release and self._release_s is not None and now_s >= self._release_s:
+            return self._release(now_s)
         if self.phase is Phase.WAITING:
             return Effects(failure=f"no rank came back for {self._recovery_timeout_s:g} s: {self.describe()}")
         late = sorted(rank for rank, at_s in self._silent.items() if at_s <= now_s)
@@ -313,13 +328,12 @@ class Epochs:
         """Return the time of the next `tick`, or None if no timeout runs."""
         if self._resumed_until_s is not None:
             return self._resumed_until_s
-        if self.is_gathering:
+        if self.is_gathering or self.phase not in (Phase.REGROUPING, Phase.WAITING):
             return None
+        due = [self._release_s] if self._may_release and self._release_s is not None else []
         if self.phase is Phase.WAITING:
-            return self._waiting_s + self._recovery_timeout_s
-        if self.phase is not Phase.REGROUPING:
-            return None
-        due = list(self._silent.values())
+            return min([*due, self._waiting_s + self._recovery_timeout_s])
+        due += self._silent.values()
         if self._faults and not self._given_up:  # a stream that is being closed will explain the fault
             due.append(min(fault.at_s for fault in self._faults.values()) + self._fault_grace_s)
         return min(due, default=None)
@@ -339,12 +353,30 @@ class Epochs:
         self._resumed_until_s, self.is_gathering = None, False
         self.number += 1
         self.members = tuple(sorted(self._attached))
-        self.phase = Phase.REGROUPING
+        self._regroup(now_s)
         self._met.clear()
+        stopped = tuple(rank for rank in self.members if rank in self._faults)
         self._faults.clear()
         for rank in self.members:
             self._silent.setdefault(rank, now_s + self._regroup_timeout_s)
-        return Effects(order=Epoch(self.number, self.members, tuple(self._leaving)))
+        return Effects(order=Epoch(self.number, self.members, tuple(self._leaving), stopped))
+
+    @property
+    def _may_release(self) -> bool:
+        return bool(self._others_serve is not None and self._settled)
+
+    def _regroup(self, now_s: float) -> None:
+        if self.phase is not Phase.REGROUPING:
+            self._release_s = now_s + RELEASE_S
+        self.phase = Phase.REGROUPING
+
+    def _release(self, now_s: float) -> Effects:
+        """Let the requests move to other pools. If none serves, check again later."""
+        assert self._others_serve is not None, "requests have somewhere to go"
+        self._release_s = now_s + RELEASE_S
+        if self._others_serve():
+            self._settled.clear()
+        return _NOTHING
 
     def _go_on_without(self, now_s: float) -> Effects:
         """Let the returned ranks meet. The others count as lost, but may still return."""
@@ -384,3 +416,4 @@ class Epochs:
     def _wait(self, now_s: float) -> None:
         if self.phase is not Phase.WAITING:
             self.phase, self._waiting_s = Phase.WAITING, now_s
+            self._release_s = self._release_s or now_s + RELEASE_S

@@ -293,7 +293,7 @@ class _Front:
 
     def _look_at_links(self) -> None:
         """Break connections to ranks with an unresponsive host, periodically. Client connections may stay silent."""
-        asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._look_at_links)
+        asyncio.get_running_loop().call_later(2 * LOOK_EVERY_S, self._look_at_links)
         if self._options.engine.heartbeat_timeout_s:
             # OSError: no descriptor is free for listing connections; the next call may have one.
             with contextlib.suppress(OSError):

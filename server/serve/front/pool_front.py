@@ -8,6 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import assert_never
 
@@ -49,6 +50,7 @@ class PoolFront:
         events: EventLog,
         *,
         is_only: bool = True,
+        others_serve: Callable[[], bool] | None = None,
         why_paused: Callable[[], str | None] = lambda: None,
         weights: Callable[[], int] = lambda: 0,
     ) -> None:
@@ -56,6 +58,7 @@ class PoolFront:
 
         Args:
             is_only: Whether the service has no other pool, so that messages need not name it.
+            others_serve: Returns whether another pool serves. None if the service has no other.
             why_paused: Returns why the whole service changes no placement now, or None if it may.
             weights: Returns the version of the base weights that ranks serve.
         """
@@ -65,7 +68,10 @@ class PoolFront:
         self._weights = weights
         self._num_redundant = eplb.num_redundant_experts
         self.epochs = Epochs(
-            pool.num_ranks, recovery_timeout_s=engine.rank_recovery_timeout_s, first_rank=pool.first_rank
+            pool.num_ranks,
+            recovery_timeout_s=engine.rank_recovery_timeout_s,
+            first_rank=pool.first_rank,
+            others_serve=others_serve,
         )
         self.load = ExpertsLoad(
             options.served_model_names[0], first_rank=pool.first_rank, window_steps=eplb.window_size
@@ -246,6 +252,7 @@ class PoolFronts:
             self._ranks,
             self._events,
             is_only=not self.has_several,
+            others_serve=partial(self._others_serve, pool.name),
             why_paused=self._why_paused,
             weights=self._weights,
         )
@@ -253,6 +260,10 @@ class PoolFronts:
         self.memberships[pool.name], self.loads[pool.name] = made.epochs, made.load
         self.placements[pool.name] = made.placement
         return made
+
+    def _others_serve(self, name: str) -> bool:
+        """Return whether a pool other than this one serves."""
+        return any(epochs.phase is Phase.SERVING for pool, epochs in self.memberships.items() if pool != name)
 
     def add(self, pool: Pool) -> PoolFront:
         """Add a pool that joins while the service runs."""

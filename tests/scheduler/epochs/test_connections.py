@@ -8,7 +8,7 @@ import struct
 import pytest
 
 from scheduler.epochs import connections
-from scheduler.epochs.connections import break_silent, is_silent
+from scheduler.epochs.connections import EpochConnections, break_silent, is_silent
 
 
 def tcp_info(state: int, answered_ms: int, *, repeats: int = 0, probes: int = 0) -> bytes:
@@ -83,3 +83,43 @@ def test_a_number_that_is_a_files_by_the_time_of_the_look_leaves_nothing_open(
     assert len(os.listdir("/proc/self/fd")) == num_open
     for descriptor in pipe:
         os.close(descriptor)
+
+
+def test_the_connections_of_an_epoch_end_with_it_and_no_others() -> None:
+    epoch = EpochConnections()
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as other,
+    ):
+        with epoch.opening(), socket.create_server(("127.0.0.1", 0)) as listening:
+            own = socket.create_connection(server.getsockname())
+            num_open = len(os.listdir("/proc/self/fd"))
+            assert epoch.break_silent(0.0) == 0, "the first call must only enable probes"
+        with own:
+            epoch.close()
+            assert own.recv(1) == b"", "its waiter must be woken"
+            accepted, _ = server.accept()
+            with accepted:
+                other.sendall(b"x")
+                assert accepted.recv(1) == b"x", "connections from before the epoch must not be touched"
+            assert len(os.listdir("/proc/self/fd")) == num_open - 1, "descriptors were left open"
+            assert listening.fileno() == -1
+            epoch.close()
+
+
+def test_a_silent_connection_of_an_epoch_is_shut_down_sooner_also_while_groups_are_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    epoch = EpochConnections()
+    monkeypatch.setattr(connections, "is_silent", lambda _info, timeout_s: timeout_s == 1.2)
+    server = socket.create_server(("127.0.0.1", 0))
+    with (
+        server,
+        socket.create_connection(server.getsockname()) as before,
+        epoch.opening(),
+        socket.create_connection(server.getsockname()) as own,
+    ):
+        assert epoch.break_silent(1.2) == 0, "the first call must only enable probes"
+        assert epoch.break_silent(1.2) == 1
+        assert own.recv(1) == b""
+        assert before.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 0

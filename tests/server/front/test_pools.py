@@ -10,6 +10,7 @@ import pytest
 
 from expert_placement.files import to_json
 from expert_placement.placement import Placement, linear_placement
+from server.link.messages import Fault, Regrouped
 from tests.server.front.test_front_recovery import metric, present, status
 from tests.support.service.fake_rank import FakeRank
 from tests.support.service.front_process import TIMEOUT_S, FrontProcess
@@ -137,6 +138,35 @@ def test_requests_of_a_lost_pool_continue_on_the_other(front: FrontProcess) -> N
         front.attach(rank, num_restarts=1)
     wait_until(lambda: serves_with(front, "both-1", [2, 3]), lambda: f"{status(front)}")
     assert front.post("/v1/completions", json=body).json()["choices"] == wanted
+
+
+def test_requests_leave_a_pool_whose_living_ranks_do_not_meet_again(front: FrontProcess) -> None:
+    gate = threading.Event()
+    script = front.script("f-say", "one two three four", num_cached_tokens=1)
+    body = {"model": "m", "prompt": "f-say", "max_tokens": 40, "n": 4, "seed": 3}
+    wanted = front.post("/v1/completions", json=body).json()["choices"]
+    script.gates[3] = gate
+    with ThreadPoolExecutor(1) as threads:
+        before = metric(front, "vllm:generation_tokens_total")
+        asked = threads.submit(front.post, "/v1/completions", json=body)
+        wait_until(
+            lambda: metric(front, "vllm:generation_tokens_total") >= before + 3 * 4, lambda: "no tokens come"
+        )
+        for rank in (2, 3):
+            present(front, rank).on_order = lambda _order: None
+        present(front, 2).link.send(Fault(0, "a peer is gone", is_final=False))
+        wait_until(lambda: not any(outstanding(front, rank) for rank in (2, 3)), lambda: "requests stay")
+        assert pool_of(front, "both-1")["phase"] == "regrouping" and status(front)["losses"] == 0
+        gate.set()
+        assert asked.result(TIMEOUT_S).json()["choices"] == wanted
+    assert present(front, 2).aborted or present(front, 3).aborted
+    assert present(front, 2).orders[-1].stopped == (2,), "rank 3 need not wait for it"
+    script.gates.clear()
+    for rank in (2, 3):
+        present(front, rank).link.send(Regrouped(present(front, rank).orders[-1].epoch))
+    wait_until(lambda: serves_with(front, "both-1", [2, 3]), lambda: f"{status(front)}")
+    assert front.post("/v1/completions", json=body).json()["choices"] == wanted
+    assert not any(rank.wrong_replays for rank in front.ranks)
 
 
 def test_experts_of_a_pool_are_asked_for_by_its_name(front: FrontProcess) -> None:

@@ -1,5 +1,7 @@
 """Requests of a lost rank continue elsewhere: no token is repeated, lost or counted twice, and each has one outcome."""
 
+from unittest.mock import Mock
+
 import pytest
 
 from scheduler.policy.request import FinishReason, Logprobs, RequestOutput, SamplingParams
@@ -41,6 +43,58 @@ async def test_a_stream_goes_on_where_it_broke_off() -> None:
     assert desk.reasons() == [FinishReason.STOP]
     assert desk.journal.outcomes[0].rank == rank and desk.journal.outcomes[0].num_output_tokens == 5
     assert desk.journal.num_replayed == 1
+
+
+@in_loop
+async def test_a_request_leaves_a_living_rank_and_returns_to_it_without_its_old_tokens() -> None:
+    desk = Desk()
+    answer = desk.open("a")
+    first = desk.rank_of("a")
+    desk.deliver("a", "h")
+    desk.ranks.attached = {0, 1}
+    lose(desk, first)
+    assert desk.rank_of("a") == 1 - first
+    assert desk.ranks.aborted == [(first, "a")]
+    desk.deliver("a", "e")
+    desk.requests.enter(first)
+    desk.ranks.attached.remove(1 - first)
+    lose(desk, 1 - first)
+    assert desk.rank_of("a") == first and desk.ranks.submitted[-1][1].replayed_ids == tuple(b"he")
+    desk.deliver("a", "XX", rank=first)  # of its first visit: the rank has not taken the abort yet
+    desk.deliver("a", "", FinishReason.ABORT, rank=first)
+    desk.deliver("a", "llo", FinishReason.STOP, rank=first)
+    assert await text_of(answer) == {0: "hello"}
+    assert desk.ranks.aborted == [(first, "a")], "the second rank is lost"
+
+
+@in_loop
+async def test_a_living_rank_that_returned_or_restarted_has_no_old_tokens() -> None:
+    desk = Desk()
+    desk.open("a")
+    first = desk.rank_of("a")
+    desk.ranks.attached = {0, 1}
+    for end in ("released", "restarted"):
+        lose(desk, first)
+        if end == "released":
+            desk.deliver("a", "X", rank=first, is_returned=True)
+        else:
+            desk.requests.note_rank(
+                Mock(
+                    rank=first,
+                    max_num_seqs=9,
+                    block_tokens=16,
+                    max_num_batched_tokens=64,
+                    host="",
+                    kv_peer=None,
+                )
+            )
+        desk.requests.enter(first)
+        lose(desk, 1 - first)
+        desk.requests.enter(1 - first)
+        assert desk.rank_of("a") == first
+        desk.deliver("a", "y", rank=first)
+    lose(desk, first)
+    assert desk.ranks.submitted[-1][1].replayed_ids == tuple(b"yy")
 
 
 @in_loop

@@ -74,6 +74,6 @@ def test_every_message_of_a_rank_is_covered() -> None:
 
 
 def test_an_order_reaches_the_engine_with_the_numbers_of_its_pool() -> None:
-    order = Order(3, (3, 5), linear_placement(2, 4, 2), num_ranks=3, leaving=(4,))
-    assert to_pool(order, POOL) == order._replace(members=(0, 2), leaving=(1,))
+    order = Order(3, (3, 5), linear_placement(2, 4, 2), num_ranks=3, leaving=(4,), stopped=(5,))
+    assert to_pool(order, POOL) == order._replace(members=(0, 2), leaving=(1,), stopped=(2,))
     assert to_pool(Stop(), POOL) == Stop()

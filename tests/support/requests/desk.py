@@ -32,6 +32,7 @@ class StubRanks:
     """Stands in for `Ranks` and records the calls of `Requests`."""
 
     def __init__(self) -> None:
+        self.attached: set[int] = set()  # ranks that live when requests leave them
         self.submitted: list[tuple[int, Request]] = []
         self.aborted: list[tuple[int, str]] = []
         self.withdrawn: list[tuple[int, str]] = []

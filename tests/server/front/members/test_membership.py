@@ -8,6 +8,7 @@ from server.front.members.membership import (
     FAULT_GRACE_S,
     MAX_FAULTS,
     REGROUP_TIMEOUT_S,
+    RELEASE_S,
     Effects,
     Epoch,
     Epochs,
@@ -119,16 +120,16 @@ def test_a_fault_waits_for_the_stream_s_end_that_explains_it() -> None:
     epochs = serving()
     assert epochs.take_fault(0, 0, "a peer is gone", is_final=False, now_s=5.0) == NOTHING
     assert (epochs.phase, epochs.next_due_s()) == (Phase.REGROUPING, 5.0 + FAULT_GRACE_S)
-    assert epochs.lose(1, "killed", 5.3) == Effects(order=Epoch(1, (0, 2)))
+    assert epochs.lose(1, "killed", 5.3) == Effects(order=Epoch(1, (0, 2), stopped=(0,)))
     assert epochs.next_due_s() == 5.3 + REGROUP_TIMEOUT_S
 
 
 def test_a_fault_that_nothing_explains_is_tried_again_with_the_same_members() -> None:
     epochs = serving()
     epochs.take_fault(0, 0, "a time-out", is_final=False, now_s=5.0)
-    epochs.take_fault(1, 0, "a peer is gone", is_final=False, now_s=5.9)
-    assert epochs.tick(5.9) == NOTHING
-    assert epochs.tick(6.0) == Effects(order=Epoch(1, (0, 1, 2)))
+    epochs.take_fault(1, 0, "a peer is gone", is_final=False, now_s=5.4)
+    assert epochs.tick(5.4) == NOTHING
+    assert epochs.tick(5.0 + FAULT_GRACE_S) == Effects(order=Epoch(1, (0, 1, 2), stopped=(0, 1)))
     meet(epochs)
     assert epochs.is_whole
 
@@ -138,13 +139,13 @@ def test_the_rank_whose_steps_break_off_first_again_and_again_is_given_up() -> N
     for turn in range(MAX_FAULTS):
         epochs.take_fault(2, turn, "a time-out", is_final=False, now_s=10.0 * turn)
         epochs.take_fault(0, turn, "a peer is gone", is_final=False, now_s=10.0 * turn + 0.1)
-        assert epochs.tick(10.0 * turn + 2).order == Epoch(turn + 1, (0, 1, 2))
+        assert epochs.tick(10.0 * turn + 2).order == Epoch(turn + 1, (0, 1, 2), stopped=(0, 2))
         meet(epochs)
     epochs.take_fault(2, MAX_FAULTS, "a time-out", is_final=False, now_s=55.0)
     epochs.take_fault(0, MAX_FAULTS, "a peer is gone", is_final=False, now_s=55.1)
     (given_up,) = epochs.tick(56.0).given_up
     assert given_up.rank == 2 and given_up.reason == "steps failed 6 times: a time-out"
-    assert epochs.lose(2, given_up.reason, 56.0).order == Epoch(MAX_FAULTS + 1, (0, 1))
+    assert epochs.lose(2, given_up.reason, 56.0).order == Epoch(MAX_FAULTS + 1, (0, 1), stopped=(0,))
 
 
 def test_a_rank_that_does_not_answer_an_order_is_given_up_once() -> None:
@@ -164,13 +165,13 @@ def test_a_rank_that_hangs_is_given_up_for_it_though_others_break_off_meanwhile(
     epochs.take_fault(0, 0, "a time-out", is_final=False, now_s=40.0)
     epochs.take_fault(2, 0, "a peer is gone", is_final=False, now_s=40.0)
     now_s, number = 41.0, 1
-    assert epochs.tick(now_s).order == Epoch(1, (0, 1, 2))
+    assert epochs.tick(now_s).order == Epoch(1, (0, 1, 2), stopped=(0, 2))
     while not (given_up := epochs.tick(now_s).given_up):
         for rank in (0, 2):
             epochs.take_fault(rank, epochs.number, "rank 1 did not come", is_final=False, now_s=now_s)
         now_s = epochs.next_due_s() or 0.0
         number += 1
-        assert number < 60, "the hang is noticed"
+        assert number < 2 * REGROUP_TIMEOUT_S / FAULT_GRACE_S, "the hang is noticed"
     assert [each.rank for each in given_up] == [1] and now_s == 41.0 + REGROUP_TIMEOUT_S
 
 
@@ -200,7 +201,7 @@ def test_members_that_cannot_hold_the_experts_wait_for_a_rank_to_come_back() -> 
     )
     assert epochs.tick(50.0) == NOTHING, "no order would help"
     assert epochs.lose(2, "killed", 50.0) == NOTHING, "not even with fewer members"
-    assert epochs.attach(1, 60.0).order == Epoch(2, (0, 1))
+    assert epochs.attach(1, 60.0).order == Epoch(2, (0, 1), stopped=(0,))
     meet(epochs)
     assert epochs.phase is Phase.SERVING
 
@@ -359,3 +360,55 @@ def test_a_front_to_which_nobody_comes_back_waits_as_for_ranks_that_are_lost() -
     assert epochs.tick(110.0) == NOTHING and epochs.phase is Phase.WAITING
     assert epochs.next_due_s() == 710.0
     assert epochs.attach(0, 200.0).order == Epoch(1, (0,))
+
+
+class Pools:
+    """A pool of three ranks next to another one."""
+
+    def __init__(self) -> None:
+        self.others_serve = True
+        self.epochs = Epochs(3, recovery_timeout_s=RECOVERY_S, others_serve=lambda: self.others_serve)
+        for rank in range(3):
+            self.epochs.attach(rank, 0.0)
+
+
+def test_requests_move_to_other_pools_if_the_members_have_not_met_in_time() -> None:
+    epochs = Pools().epochs
+    epochs.lose(1, "killed", 5.0)
+    assert (epochs.settled, epochs.next_due_s()) == ({0, 2}, 5.0 + RELEASE_S)
+    epochs.lose(2, "killed", 5.5)
+    assert epochs.tick(5.0 + RELEASE_S) == NOTHING, "a newer order does not extend the time"
+    assert not epochs.settled and epochs.next_due_s() == 5.5 + REGROUP_TIMEOUT_S
+    epochs.take_regrouped(0, 2, 9.0)
+    assert epochs.phase is Phase.SERVING and epochs.settled == {0} and epochs.next_due_s() is None
+
+
+def test_requests_stay_while_no_other_pool_serves() -> None:
+    pools = Pools()
+    epochs, pools.others_serve = pools.epochs, False
+    epochs.lose(1, "killed", 5.0)
+    epochs.tick(5.0 + RELEASE_S)
+    assert epochs.settled == {0, 2} and epochs.next_due_s() == 5.0 + 2 * RELEASE_S
+    pools.others_serve = True
+    epochs.tick(5.0 + 2 * RELEASE_S)
+    assert not epochs.settled
+
+
+def test_requests_leave_ranks_that_wait_for_a_lost_one() -> None:
+    epochs = Pools().epochs
+    epochs.lose(1, "killed", 5.0)
+    epochs.take_fault(0, 1, "no memory", is_final=True, now_s=5.5)
+    assert (epochs.phase, epochs.next_due_s()) == (Phase.WAITING, 5.0 + RELEASE_S)
+    epochs.tick(5.0 + RELEASE_S)
+    assert not epochs.settled and epochs.next_due_s() == 5.5 + RECOVERY_S
+
+
+def test_ranks_that_met_after_the_release_have_their_own_time() -> None:
+    epochs = Pools().epochs
+    epochs.take_fault(0, 0, "a peer is gone", is_final=False, now_s=5.0)
+    epochs.tick(5.0 + FAULT_GRACE_S)
+    epochs.tick(5.0 + RELEASE_S)
+    epochs.take_regrouped(0, 1, 20.0)
+    assert epochs.settled == {0} and epochs.next_due_s() == 20.0 + RELEASE_S
+    epochs.tick(20.0 + RELEASE_S)
+    assert not epochs.settled and epochs.phase is Phase.REGROUPING

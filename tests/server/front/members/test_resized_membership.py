@@ -89,7 +89,7 @@ def test_a_leaving_rank_that_died_is_missing_if_the_others_do_not_meet() -> None
 def test_a_rank_that_cannot_follow_the_resize_leaves_the_former_ranks(*, is_final: bool) -> None:
     epochs = grown(serving(2), 3)
     effects = epochs.take_fault(1, 1, "too little memory", is_final=is_final, now_s=0.0)
-    assert effects == Effects(order=Epoch(2, (0, 1))) and epochs.num_ranks == 2
+    assert effects == Effects(order=Epoch(2, (0, 1), stopped=(1,))) and epochs.num_ranks == 2
     meet(epochs)
     assert epochs.is_whole
 
