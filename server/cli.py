@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from server.clients.autoscale.flags import AUTOSCALE
 from server.clients.batch.flags import RUN_BATCH
 from server.clients.commands import CHAT, DRAIN, LORA, MODELS, POOLS, SCALE, STATUS
 from server.clients.experts.cli import EXPERTS
@@ -97,7 +98,7 @@ _COMPLETION = Command(
 _COMMANDS: Mapping[str, Command] = {
     command.name: command
     for command in (
-        *(SERVE, WORKER, CHAT, RUN_BATCH, EXPERTS, BENCH, STATUS, DRAIN, SCALE, POOLS, LORA),
+        *(SERVE, WORKER, CHAT, RUN_BATCH, EXPERTS, BENCH, STATUS, DRAIN, SCALE, AUTOSCALE, POOLS, LORA),
         *(DOCTOR, MODELS, SIZE, SIMULATE, _COMPLETION),
         *(ENGINE, FRONT),
     )

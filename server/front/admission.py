@@ -75,10 +75,19 @@ class Admission:
         self._forget(now_s)
         if not self._begun_s:
             return int(WINDOW_S)  # no request began in the window, so the wait is longer
-        # After a quiet time, measure from the first start in the window. A single start predicts little.
-        pace = len(self._begun_s) / min(WINDOW_S, max(_LEAST_WINDOW_S, now_s - self._begun_s[0]))
-        return min(MOST_S, max(LEAST_S, math.ceil(num_waiting / pace)))
+        wait_s = predicted_wait_s(num_waiting, len(self._begun_s), min(WINDOW_S, now_s - self._begun_s[0]))
+        return min(MOST_S, max(LEAST_S, math.ceil(wait_s)))
 
     def _forget(self, now_s: float) -> None:
         while self._begun_s and self._begun_s[0] <= now_s - WINDOW_S:
             self._begun_s.popleft()
+
+
+def predicted_wait_s(num_waiting: int, num_begun: int, seconds: float) -> float:
+    """Return the time until all waiting requests have begun, if requests begin as in the last seconds.
+
+    Args:
+        num_begun: Requests that have begun in that time, at least one.
+        seconds: The time since the first of them. After a quiet time, a single start predicts little.
+    """
+    return num_waiting * max(_LEAST_WINDOW_S, seconds) / num_begun

@@ -23,8 +23,10 @@ _QUOTED_CHARS = 200  # of an answer without an error message
 class ServiceError(RuntimeError):
     """The service is unreachable or refused a request. The message is safe for a terminal and has the URL or the reason."""
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, status: int | None = None) -> None:
+        """Args: status is that of the refusal; None if there was no response."""
         super().__init__(printable(message))
+        self.status = status
 
 
 class ServiceAddress(NamedTuple):
@@ -199,4 +201,4 @@ def _check(response: httpx.Response) -> None:
         message = complaint_of(response.text) or response.reason_phrase
     if response.status_code == 401:
         message += " Set WIDEEP_API_KEY or OPENAI_API_KEY."
-    raise ServiceError(f"the service refused ({response.status_code}): {message}")
+    raise ServiceError(f"the service refused ({response.status_code}): {message}", response.status_code)

@@ -323,7 +323,8 @@ class Ranks:
         if metadata.get(DEFINITION_KEY) != DEFINITION:
             await context.abort(
                 grpc.StatusCode.FAILED_PRECONDITION,
-                "it runs another version of WideEP; install the same one on every node",
+                "it runs another version of WideEP, with other messages (another link digest); install a version with the "
+                "service's link digest",
             )
         seal = await self._agree_on_seal(str(metadata.get(NONCE_KEY, "")), context)
         first = await anext(aiter(messages), None)

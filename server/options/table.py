@@ -591,6 +591,10 @@ class Options:
         help="target time between two tokens of a stream; steps that include prompts take fewer prompt tokens to meet it, "
         "but at least 16 to 64",
     ))  # fmt: skip
+    target_ttft_ms: float | None = flag(
+        LIMITS, "--target-ttft-ms", read=number(lambda given: given > 0, "above 0"), metavar="MS", default_text="none",
+        help="target time to the first token; it changes no answer, but /metrics has the share of requests within it",
+    )  # fmt: skip
     engine_speculative_config = row(flag(
         LIMITS, "--speculative-config", "-sc", read=_speculative_config, metavar="JSON", default_text="no drafts",
         help="speculative decoding: try several tokens of a request in a step, without changing its tokens; vLLM's keys, such as "

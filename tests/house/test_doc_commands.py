@@ -34,7 +34,7 @@ if words[:1] == ["serve"]:
     _prepare(replace(options_from(cli._parse(words)), port=0))
 elif words[:1] == ["doctor"]:
     sys.exit(cli.main([*words, "--port", "0"]))  # another program may have 8000
-elif words[:1] in (["chat"], ["bench"], ["status"], ["drain"], ["scale"], ["pools"]) or words[:2] in (["experts", verb] for verb in ("load", "record", "apply", "rollback", "history")):
+elif words[:1] in (["chat"], ["bench"], ["status"], ["drain"], ["scale"], ["autoscale"], ["pools"]) or words[:2] in (["experts", verb] for verb in ("load", "record", "apply", "rollback", "history")):
     sys.exit(cli.main([*words, *([] if any("://" in word for word in words) else [url])]))
 else:
     sys.exit(cli.main(words))

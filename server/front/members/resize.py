@@ -269,7 +269,7 @@ class Resize:
                 409,
                 f"Operation {self._running.id} resizes the service to {self._running.wanted} ranks. Wait for its end, or abort it.",
             )
-        self._check(num_ranks)
+        self.check(num_ranks)
         operation = Operation(
             id=operation_id or uuid.uuid4().hex[:12],
             former=self.num_ranks,
@@ -288,7 +288,12 @@ class Resize:
         self._task = asyncio.create_task(self._run(operation))
         return operation
 
-    def _check(self, num_ranks: int) -> None:
+    def check(self, num_ranks: int) -> None:
+        """Check that a resize to this number of ranks could begin, if no other one runs.
+
+        Raises:
+            ApiError: The number is impossible (400), or ranks are missing (409).
+        """
         if num_ranks == self.num_ranks:
             return
         if self._impossible is not None:

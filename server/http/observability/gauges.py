@@ -16,6 +16,7 @@ from server.front.journal import Journal
 from server.front.members.membership import Epochs, Phase
 from server.front.members.resize import Resize, ResizePhase
 from server.front.routing.loads import MoveCause
+from server.http.observability.throughput import Throughput
 
 _LABELS = ("model_name", "engine")
 
@@ -52,6 +53,36 @@ class ResizeMetrics(Collector):  # type: ignore[misc]
             if phase in (ResizePhase.COMPLETED, ResizePhase.FAILED):
                 ended.add_metric((*own, phase.value), float(self._resize.num_ended[phase]))
         yield from (phases, ended)
+
+
+class SpeedMetrics(Collector):  # type: ignore[misc]
+    """Exports what an autoscaler needs of the service as a whole: the predicted wait, and shares of requests within the targets."""
+
+    def __init__(self, throughput: Throughput, model_name: str) -> None:
+        self._throughput, self._model_name = throughput, model_name
+
+    def describe(self) -> list[Metric]:
+        """Return no families: registering must not compute them."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        speed = self._throughput.speed()
+        wait = GaugeMetricFamily(
+            "wideep:predicted_wait_seconds",
+            "Time until all waiting requests have begun, at the pace of the last ten seconds.",
+            labels=("model_name",),
+        )
+        wait.add_metric((self._model_name,), speed.predicted_wait_s)
+        yield wait
+        attained = GaugeMetricFamily(
+            "wideep:slo_attainment",
+            "Share of the last ten seconds' times within the target.",
+            labels=("model_name", "slo"),
+        )
+        for slo, share in (("ttft", speed.ttft_attainment), ("itl", speed.itl_attainment)):
+            if share is not None:
+                attained.add_metric((self._model_name, slo), share)
+        yield attained
 
 
 class OpenCount(Protocol):

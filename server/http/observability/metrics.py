@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from scheduler.policy.request import DraftCounts, FinishReason, RankStats
 from server.front.timing import Timing
 from server.http.exchanges import HttpExchange
-from server.http.observability.throughput import Throughput
+from server.http.observability.throughput import NO_TARGETS, Targets, Throughput
 from server.http.observability.tiers import SOURCES, TierTotals, device_hits
 from server.link.messages import RankFacts
 
@@ -160,13 +160,20 @@ class Metrics:
     """The front's registry: methods that record events, and the text for Prometheus."""
 
     def __init__(
-        self, model_name: str, num_ranks: int, num_drafts: int = 0, *, has_tiers: bool = False
+        self,
+        model_name: str,
+        num_ranks: int,
+        num_drafts: int = 0,
+        *,
+        has_tiers: bool = False,
+        targets: Targets = NO_TARGETS,
     ) -> None:
         """Create the families.
 
         Args:
             num_drafts: Maximum number of drafted tokens per step of a request; 0 omits the draft families.
             has_tiers: Whether the KV cache has tiers; False omits their families.
+            targets: Times that requests should meet.
         """
         self._registry = CollectorRegistry()
         self._collectors: list[Collector] = []
@@ -174,7 +181,7 @@ class Metrics:
         self._families = Families(self._registry, model_name, num_ranks)
         self._last: dict[int, RankStats] = {}
         self._cache_labels: dict[int, tuple[str, ...]] = {}
-        self.throughput = Throughput()
+        self.throughput = Throughput(targets)
         self.tiers = TierTotals(model_name, num_ranks)
         if has_tiers:
             self.add(self.tiers)

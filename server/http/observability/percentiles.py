@@ -22,7 +22,7 @@ class WindowedPercentiles:
 
     def note(self, seconds: float, count: int = 1) -> None:
         """Count a time `count` times."""
-        self._running[round(_PER_DOUBLING * math.log2(max(seconds, _LEAST_S)))] += count
+        self._running[_bucket_of(seconds)] += count
 
     def note_buckets(self, counts: Mapping[int, int]) -> None:
         """Add the counts that `turn` returned elsewhere."""
@@ -34,6 +34,12 @@ class WindowedPercentiles:
         self._ended.append(ended)
         self._running = Counter()
         return ended
+
+    def share_within(self, seconds: float) -> float | None:
+        """Return the share of times that are at most `seconds`, accurate to 5 % of these, or None if nothing was counted."""
+        counts, limit = sum(self._ended, Counter(self._running)), _bucket_of(seconds)
+        total = counts.total()
+        return sum(count for bucket, count in counts.items() if bucket <= limit) / total if total else None
 
     def of(self, *shares: float) -> tuple[float | None, ...]:
         """Return the percentiles in seconds, or None for each if nothing was counted.
@@ -51,3 +57,7 @@ class WindowedPercentiles:
                 seen += count
             found.append(2 ** (bucket / _PER_DOUBLING) if total else None)
         return tuple(found)
+
+
+def _bucket_of(seconds: float) -> int:
+    return round(_PER_DOUBLING * math.log2(max(seconds, _LEAST_S)))

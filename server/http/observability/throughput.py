@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from kvcache.tiers.figures import TierFigures
 from scheduler.policy.request import NO_DRAFTS, RankStats
+from server.front.admission import predicted_wait_s
 from server.http.observability.percentiles import WindowedPercentiles
 from server.http.observability.series import EVERY_S, Series
 from server.link.messages import RankFacts
@@ -19,6 +20,16 @@ from server.link.messages import RankFacts
 _OF_FRONT = ("prompt_tokens", "output_tokens", "refused", "busy", "failed")  # counted by each front
 WINDOW_S = 10.0  # for rates, and between log lines
 _LOG = logging.getLogger("wideep.throughput")
+
+
+class Targets(NamedTuple):
+    """Times in milliseconds that requests should meet. None disables a target."""
+
+    ttft_ms: float | None = None  # to the first token
+    itl_ms: float | None = None  # between two tokens
+
+
+NO_TARGETS = Targets()
 
 
 class Speed(NamedTuple):
@@ -47,6 +58,12 @@ class Speed(NamedTuple):
     refused_per_s: float = 0.0  # HTTP answers with 4xx except 429
     busy_per_s: float = 0.0  # 429
     failed_per_s: float = 0.0  # 5xx
+    ranks: int = 0  # that serve
+    seats: int = 0  # requests that they run at once
+    predicted_wait_s: float = 0.0  # until all waiting requests have begun, at the pace of the window
+    # Shares of first tokens and of times between tokens within the targets; 1 if nothing was counted, None without a target.
+    ttft_attainment: float | None = None
+    itl_attainment: float | None = None
 
 
 class PeriodOfFront(NamedTuple):
@@ -91,10 +108,14 @@ class Throughput:
     """Records events; call `tick` every `EVERY_S`."""
 
     def __init__(
-        self, *, clock: Callable[[], float] = time.monotonic, calendar: Callable[[], float] = time.time
+        self,
+        targets: Targets = NO_TARGETS,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        calendar: Callable[[], float] = time.time,
     ) -> None:
         """Args: clock is monotonic; calendar returns seconds since 1970."""
-        self._clock, self._calendar = clock, calendar
+        self._targets, self._clock, self._calendar = targets, clock, calendar
         self._ranks: dict[int, RankStats] = {}  # of serving ranks
         self._counted: dict[int, RankStats] = {}  # by engine, including one that may return
         self._has_tiers = False
@@ -212,13 +233,16 @@ class Throughput:
         num_tried = now.draft_tokens - since.draft_tokens
         waits_s = [wait_s for _, wait_s in self._first_tokens]
         ranks = self._ranks.values()
-        num_blocks = sum(rank.num_blocks for rank in ranks)
+        num_blocks, num_waiting = (
+            sum(rank.num_blocks for rank in ranks),
+            sum(rank.num_waiting for rank in ranks),
+        )
         ttft, itl, e2e = (times.of(0.5, 0.99) for times in (self._ttft, self._itl, self._e2e))
         return Speed(
             prompt_tokens_per_s=(now.prompt_tokens - since.prompt_tokens) / seconds,
             generation_tokens_per_s=(now.output_tokens - since.output_tokens) / seconds,
             running=sum(rank.num_running for rank in ranks),
-            waiting=sum(rank.num_waiting for rank in ranks),
+            waiting=num_waiting,
             kv_usage=1 - sum(rank.num_free_blocks for rank in ranks) / num_blocks if num_blocks else 0.0,
             ttft_s=sum(waits_s) / len(waits_s) if waits_s else None,
             ttft_max_s=max(waits_s, default=None),
@@ -236,7 +260,18 @@ class Throughput:
             refused_per_s=(now.refused - since.refused) / seconds,
             busy_per_s=(now.busy - since.busy) / seconds,
             failed_per_s=(now.failed - since.failed) / seconds,
+            ranks=len(self._facts),
+            seats=sum(facts.max_num_seqs for facts, _ in self._facts.values()),
+            predicted_wait_s=self._predicted_wait_s(num_waiting),
+            ttft_attainment=_attainment(self._ttft, self._targets.ttft_ms),
+            itl_attainment=_attainment(self._itl, self._targets.itl_ms),
         )
+
+    def _predicted_wait_s(self, num_waiting: int) -> float:
+        begun = self._first_tokens
+        if not num_waiting or not begun:
+            return WINDOW_S if num_waiting else 0.0  # none began in the window, so the wait is longer
+        return predicted_wait_s(num_waiting, len(begun), min(WINDOW_S, self._clock() - begun[0][0]))
 
     def to_json(self) -> dict[str, Any]:
         """Return the response of GET /throughput."""
@@ -274,6 +309,13 @@ class Throughput:
                 "since": round(since_s, 3),
             }
         return found
+
+
+def _attainment(times: WindowedPercentiles, target_ms: float | None) -> float | None:
+    if target_ms is None:
+        return None
+    share = times.share_within(target_ms / 1000)
+    return 1.0 if share is None else share
 
 
 def in_words(speed: Speed) -> str:

@@ -1,10 +1,11 @@
 """POST /scale_elastic_ep: change the number of ranks while the service serves, with vLLM's fields and status endpoint.
 
 The response is sent when the operation has ended, as in vLLM, or at once with `wait: false`. It continues if the client
-disconnects. A request with the same `operation_id` waits for the same operation. Only `new_data_parallel_size` and
+disconnects. A request with the same `operation_id` waits for the same operation. `dry_run: true` only checks the number. Only `new_data_parallel_size` and
 `drain_timeout` are vLLM's; unlike there, requests that are still open then continue on other ranks.
 """
 
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter
@@ -29,6 +30,7 @@ class ResizeForm(BaseModel):
     # None means --resize-timeout-seconds.
     timeout: float | None = Field(default=None, gt=0, le=MOST_S, allow_inf_nan=False)
     wait: bool = True
+    dry_run: bool = False  # only check whether the service accepts the number
 
 
 class AbortForm(BaseModel):
@@ -48,6 +50,12 @@ def resize_routes(resize: Resize) -> APIRouter:
     @router.post("/scale_elastic_ep", response_model=None)
     async def scale(body: ResizeForm) -> JSONResponse:
         """Change the number of ranks. Responds when they serve, or with the reason why the service is as before."""
+        if body.dry_run:
+            # In a thread, because it may read the headers of a large checkpoint, and clients check many sizes.
+            await asyncio.to_thread(resize.check, body.new_data_parallel_size)
+            return JSONResponse(
+                {"message": f"The service can have {body.new_data_parallel_size} ranks.", **resize.to_json()}
+            )
         operation = resize.begin(
             body.new_data_parallel_size,
             drain_timeout_s=body.drain_timeout,

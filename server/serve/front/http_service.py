@@ -63,7 +63,7 @@ from server.http.guards import ApiKeys
 from server.http.http_server import GRACE_S, HttpServer
 from server.http.idempotency import IdempotentAnswers
 from server.http.kept_answers import KeptAnswers
-from server.http.observability.gauges import FrontMetrics, MembershipMetrics, ResizeMetrics
+from server.http.observability.gauges import FrontMetrics, MembershipMetrics, ResizeMetrics, SpeedMetrics
 from server.http.observability.images import ImageMetrics
 from server.http.observability.logs import AccessLog, RequestLog
 from server.http.observability.metrics import Metrics
@@ -277,6 +277,7 @@ class HttpService:
         add(FrontMetrics(self.requests, self._router, name))
         add(MembershipMetrics(pools.memberships, self._journal, self._num_parked, name, are_named=are_named))
         add(ResizeMetrics(self.resize, name))
+        add(SpeedMetrics(self._throughput, name))
 
     def _answer_once(self, app: ASGIApp, kept: Path, secret: str, clock: SteadyClock) -> ASGIApp:
         """Return the layer that answers requests with an Idempotency-Key, at the front that the key belongs to."""

@@ -6,6 +6,10 @@ differ from run to run. So each node publishes its facts, and every node compare
 A checkpoint is compared by its files: configuration and tokenizer completely; weight files by size, header and a few
 samples spread over each. This takes a fraction of a second for hundreds of gigabytes, and two trainings of one model
 differ in nearly every number. Rejected: a digest of every byte, which takes as long as loading the model on every node.
+
+Versions of WideEP may differ, so that nodes can be upgraded one by one, if two digests are equal: the link digest, of everything
+that nodes send each other outside of steps, and the dispatch digest, of everything that ranks run in lock-step. Both cover whole
+source files. Rejected: a compatibility number, which a developer can forget to raise.
 """
 
 import hashlib
@@ -26,8 +30,12 @@ from server.machine.versions import version_of
 from server.serve.preflight.device import NO_FACTS, GpuFacts
 from server.serve.preflight.model import safetensors_files
 
-# Packages that compute or decide in lock-step: with another version, bits or decisions may differ.
-_DECIDING = ("wideep", "torch", "transformers")
+_WIDEEP, _LINK, _DISPATCH = "wideep", "wideep's link digest", "wideep's dispatch digest"
+# They compute or decide in lock-step, or define what nodes send each other: they must be equal.
+_DECIDING = (_LINK, _DISPATCH, "torch", "transformers")
+_SHOWN = (_WIDEEP, "torch", "transformers")  # if all are equal
+_LINK_FOLDERS = ("server/link", "server/serve/store")
+_DISPATCH_FOLDERS = tuple(package for package in PACKAGES if package != "server")
 _OTHERS = ("numpy", "numba", "safetensors", "grpcio", "triton", "nvshmem4py-cu13", "llguidance")
 _ROOT = Path(__file__).resolve().parents[3]
 _NOT_WEIGHTS = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
@@ -73,8 +81,12 @@ def facts_to_compare(
     Raises:
         PreflightError: Files of the checkpoint are missing.
     """
-    versions = {name: version_of(name) for name in (*_DECIDING, *_OTHERS)}
-    versions["wideep"] = f"{versions['wideep'] or '(not installed)'} (source {source_digest(root)})"
+    versions = {
+        _WIDEEP: f"{version_of(_WIDEEP) or '(not installed)'} (source {source_digest(root)})",
+        _LINK: source_digest(root, _LINK_FOLDERS),
+        _DISPATCH: source_digest(root, _DISPATCH_FOLDERS),
+        **{name: version_of(name) for name in ("torch", "transformers", *_OTHERS)},
+    }
     return {
         "versions": {**versions, "Python": platform.python_version()},
         "processor": _processor(),
@@ -85,15 +97,16 @@ def facts_to_compare(
 
 
 def computing_facts(root: Path = _ROOT) -> str:
-    """Return a text that two processes share if they compute the same bits: versions and the processor."""
+    """Return a text that two processes share if they compute the same bits: versions of what computes, and the processor."""
     facts = facts_to_compare(None, None, root=root)
-    return json.dumps([facts["versions"], facts["processor"]], sort_keys=True)
+    versions = {name: found for name, found in facts["versions"].items() if name not in (_WIDEEP, _LINK)}
+    return json.dumps([versions, facts["processor"]], sort_keys=True)
 
 
-def source_digest(root: Path) -> str:
-    """Return a digest of our source files: two checkouts often have the same version number."""
+def source_digest(root: Path, folders: Sequence[str] = PACKAGES) -> str:
+    """Return a digest of our source files below some folders: two checkouts often have the same version number."""
     digest = hashlib.sha256()
-    for path in sorted(path for package in PACKAGES for path in (root / package).rglob("*.py")):
+    for path in sorted(path for folder in folders for path in (root / folder).rglob("*.py")):
         digest.update(str(path.relative_to(root)).encode())
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()[:_HEX]
@@ -163,13 +176,14 @@ def compare(names: Sequence[str], facts: Sequence[Mapping[str, Any]]) -> list[Ch
 def _compare_versions(names: Sequence[str], versions: Sequence[Mapping[str, str]]) -> Check:
     differing = _differing(versions)
     if not differing:
-        told = ", ".join(f"{name} {version}" for name, version in versions[0].items() if name in _DECIDING)
+        told = ", ".join(f"{name} {version}" for name, version in versions[0].items() if name in _SHOWN)
         return ok("versions", f"equal on all {len(names)} nodes: {told}")
-    said = _told(names, differing)
-    remedy = "install the same versions on all nodes"
+    said, same = f"the nodes differ: {_told(names, differing)}", "install the same versions on all nodes"
     if any(package in _DECIDING for package in differing):
-        return failure("versions", f"the nodes differ: {said}", remedy)
-    return warning("versions", f"the nodes differ: {said}", remedy)
+        return failure("versions", said, same)
+    if differing.keys() == {_WIDEEP}:  # an upgrade node by node
+        return warning("versions", said, "they serve together, but upgrade the others too")
+    return warning("versions", said, same)
 
 
 def _differing(told: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:

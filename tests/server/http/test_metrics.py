@@ -3,8 +3,10 @@
 import asyncio
 import json
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from prometheus_client import CollectorRegistry, Histogram
@@ -17,13 +19,18 @@ from server.experts.metrics import ExpertsMetrics
 from server.front.journal import Journal
 from server.front.members.membership import Epochs
 from server.front.timing import Timing, timing_of
-from server.http.observability.gauges import MembershipMetrics
-from server.http.observability.metrics import Metrics, StepHistogram
+from server.http.observability.gauges import MembershipMetrics, ResizeMetrics, SpeedMetrics
+from server.http.observability.metrics import TTFT_S, Metrics, StepHistogram
+from server.http.observability.throughput import NO_TARGETS, Targets, Throughput
 from server.link.messages import RankFacts
 from tests.support.placement.load_reports import RANKS, counts, expert_map, report
 from tests.support.requests.answers import ended_answer, ended_exchange
 
-DASHBOARD = Path(__file__).resolve().parents[3] / "docs" / "grafana" / "wideep.json"
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+DASHBOARD = DOCS / "grafana" / "wideep.json"
+STATE = {
+    "is_scaling_elastic_ep": False, "effective_data_parallel_size": 2, "requested_data_parallel_size": None, "phase": "idle",
+}  # fmt: skip
 ENGINE = frozenset({"model_name", "engine"})
 # The metrics in vLLM's published dashboards (examples/observability: prometheus_grafana/grafana.json, and overview,
 # instances, kv_cache, service_status, performance_ and query_statistics), without the rows of optional features that a vLLM
@@ -261,20 +268,69 @@ def test_every_metric_and_label_of_our_dashboard_exists(metrics: Metrics) -> Non
     metrics.add(ExpertsMetrics({"both": load}, "m"))
     epochs = Epochs(2, recovery_timeout_s=600.0)
     metrics.add(MembershipMetrics({"both": epochs}, Journal(), lambda: 0, "m"))
+    assert len(queries()) > 50
+    check_queries(metrics, queries())
+
+
+def check_queries(metrics: Metrics, queries: list[tuple[str, str]]) -> None:
+    """Check that the metrics and labels of queries, with their titles, exist."""
     labels: dict[str, set[str]] = {}
     for family in families_of(metrics).values():
         for sample in family.samples:
             labels.setdefault(sample.name, set()).update(sample.labels)
-    assert len(queries()) > 50
-    for title, query in queries():
+    for title, query in queries:
         names = re.findall(r"\b(?:vllm|wideep):\w+|\b(?:http|process)_\w+", query)
         assert names, f"{title}: {query} reads nothing of ours"
         for name in names:
             assert name in labels, f"{title} reads {name}, which /metrics does not have"
         used = {label for words in re.findall(r"by \(([^)]*)\)", query) for label in words.split(", ")}
-        used |= set(re.findall(r"(\w+)=~?\"", query))
-        known = set().union(*(labels[name] for name in names), {"le", "job", "instance"})
+        used |= set(re.findall(r"(\w+)[=!]~?\"", query))
+        known = set().union(*(labels[name] for name in names), {"le", "job", "instance", "namespace"})
         assert used <= known, f"{title}: no {used - known} in {query}"
+
+
+def queries_for_autoscalers() -> list[tuple[str, str]]:
+    """Return every query of the page and of the recipes, with the file's name."""
+    page = DOCS / "autoscaling.md"
+    blocks = re.findall(r"^```text\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    found = [(page.name, line) for block in blocks for line in block.splitlines()]
+    for path in (DOCS / "recipes").rglob("*.yaml"):
+        lines = re.findall(
+            r"^\s*(?:- )?(?:query|metricsQuery|seriesQuery): (.*)$", path.read_text(), re.MULTILINE
+        )
+        found += [(path.name, line.replace("<<.LabelMatchers>>", "")) for line in lines]
+    return found
+
+
+def test_every_metric_and_label_that_autoscalers_read_exists(metrics: Metrics) -> None:
+    metrics.add(SpeedMetrics(Throughput(Targets(ttft_ms=500.0)), "m"))
+    resize = Mock(to_json=lambda: STATE, num_ended=Counter())
+    metrics.add(ResizeMetrics(resize, "m"))
+    found = queries_for_autoscalers()
+    assert len(found) > 15 and {name for name, _ in found} == {
+        *("autoscaling.md", "scaledobject.yaml", "adapter-values.yaml", "inferenceservice.yaml")
+    }
+    check_queries(metrics, found)
+    limits = [limit for _, query in found for limit in re.findall(r'le="([^"]*)"', query)]
+    assert limits and all(float(limit) in TTFT_S for limit in limits)
+
+
+def test_targets_have_a_series_each_and_the_wait_is_always_there() -> None:
+    for targets, slos in (
+        (NO_TARGETS, set()),
+        (Targets(500.0), {"ttft"}),
+        (Targets(500.0, 50.0), {"ttft", "itl"}),
+    ):
+        made = Metrics("m", 1, targets=targets)
+        made.add(SpeedMetrics(made.throughput, "m"))
+        attained = {
+            sample.labels["slo"]: sample.value
+            for sample in families_of(made)["wideep:slo_attainment"].samples
+        }
+        assert attained == dict.fromkeys(slos, 1.0)
+        assert value_of(made, "wideep:predicted_wait_seconds", model_name="m") == 0.0
+    made.throughput.note_first_token(0.9, num_prompt_tokens=1)
+    assert value_of(made, "wideep:slo_attainment", slo="ttft") == 0.0
 
 
 def test_panels_of_our_dashboard_lie_beside_each_other_and_have_numbers() -> None:

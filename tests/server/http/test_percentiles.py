@@ -32,3 +32,16 @@ def test_a_window_forgets_and_an_empty_one_has_no_percentiles() -> None:
     assert list(found.of(0.5, 0.99)) == pytest.approx([0.01, 0.01], rel=0.05)
     found.note(0.0)
     assert found.of(0.0)[0] == pytest.approx(1e-5, rel=0.05)
+
+
+def test_the_share_within_a_time_is_that_of_the_window() -> None:
+    found = WindowedPercentiles(periods=1)
+    assert found.share_within(1.0) is None
+    found.note(0.5, count=3)
+    found.note(2.0)
+    assert (found.share_within(0.4), found.share_within(1.0), found.share_within(2.0)) == (0.0, 0.75, 1.0)
+    found.turn()
+    found.note(2.0)
+    assert found.share_within(1.0) == 0.6
+    found.turn()
+    assert found.share_within(1.0) == 0.0, "the first period is over"

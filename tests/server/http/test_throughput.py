@@ -9,7 +9,7 @@ import pytest
 from kvcache.tiers.figures import TierFigures
 from scheduler.policy.request import DraftCounts, RankStats
 from server.http.observability.series import EVERY_S, MOST, Series
-from server.http.observability.throughput import WINDOW_S, Throughput
+from server.http.observability.throughput import NO_TARGETS, WINDOW_S, Targets, Throughput
 from tests.support.clock import Clock
 from tests.support.service.dashboard_service import rank_facts
 
@@ -30,9 +30,9 @@ STATS = RankStats(
 class Watched(Throughput):
     """A throughput with a clock that `after` advances, with the front's ticks."""
 
-    def __init__(self) -> None:
+    def __init__(self, targets: Targets = NO_TARGETS) -> None:
         self.clock = Clock(0.0)
-        super().__init__(clock=self.clock, calendar=lambda: 1_000.0 + self.clock.now_s)
+        super().__init__(targets, clock=self.clock, calendar=lambda: 1_000.0 + self.clock.now_s)
 
     def after(self, seconds: float) -> None:
         for _ in range(round(seconds / EVERY_S)):
@@ -143,6 +143,46 @@ def test_what_is_older_than_the_window_does_not_count() -> None:
     assert (now.ttft_s, now.ttft_max_s, now.prompt_tokens_per_s) == (1.0, 1.0, 0.7)
     watched.after(EVERY_S)
     assert watched.speed().ttft_s is None
+
+
+def test_the_wait_is_predicted_from_the_requests_that_began_in_the_window() -> None:
+    watched = Watched()
+    watched.note_stats(replace(STATS, num_waiting=0))
+    assert watched.speed().predicted_wait_s == 0.0
+    watched.note_stats(replace(STATS, num_waiting=6))
+    assert watched.speed().predicted_wait_s == WINDOW_S, "no request began in the window"
+    for _ in range(4):
+        watched.note_first_token(0.5, num_prompt_tokens=7)
+        watched.after(EVERY_S)
+    assert watched.speed().predicted_wait_s == pytest.approx(6 / (4 / 8))
+    watched.after(WINDOW_S)
+    assert watched.speed().predicted_wait_s == WINDOW_S
+
+
+def test_attainment_is_the_share_within_each_target() -> None:
+    watched = Watched()
+    assert (watched.speed().ttft_attainment, watched.speed().itl_attainment) == (None, None)
+    watched = Watched(Targets(ttft_ms=1000))
+    assert (watched.speed().ttft_attainment, watched.speed().itl_attainment) == (1.0, None), "no traffic"
+    for ttft_s in (0.5, 0.5, 3.0, 0.5):
+        watched.note_first_token(ttft_s, num_prompt_tokens=7)
+    watched.note_tokens(4, {5.0: 4})
+    assert (watched.speed().ttft_attainment, watched.speed().itl_attainment) == (0.75, None)
+    watched.after(2 * WINDOW_S)
+    assert watched.speed().ttft_attainment == 1.0
+    watched = Watched(Targets(itl_ms=50))
+    watched.note_tokens(10, {0.02: 9, 0.2: 1})
+    assert watched.speed().itl_attainment == 0.9
+
+
+def test_ranks_and_their_seats_are_those_that_serve() -> None:
+    watched = Watched()
+    assert (watched.speed().ranks, watched.speed().seats) == (0, 0)
+    watched.note_rank(rank_facts(0))
+    watched.note_rank(rank_facts(1))
+    assert (watched.speed().ranks, watched.speed().seats) == (2, 128)
+    watched.note_lost(0)
+    assert (watched.speed().ranks, watched.speed().seats) == (1, 64)
 
 
 def test_the_answer_has_columns_of_equal_length() -> None:

@@ -50,6 +50,7 @@ def offered(script: str, *words: str) -> set[str]:
                 "status",
                 "drain",
                 "scale",
+                "autoscale",
                 "pools",
                 "lora",
                 "completion",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
 
 from expert_placement.placement import Placement, linear_placement
 from expert_placement.survivors import surviving
@@ -17,7 +18,9 @@ from server.front.events import EventLog
 from server.front.members.leader import Leader
 from server.front.members.membership import Epochs
 from server.front.members.resize import Operation, Resize, ResizePhase, ResizeRecord
+from server.http.operators.resize_routes import resize_routes
 from server.link.messages import ReadExperts, ToRank
+from tests.support.requests.asgi import client_of
 
 TIMEOUT_S = 30.0
 
@@ -347,6 +350,24 @@ def test_impossible_sizes_and_services_are_refused(tmp_path: Path) -> None:
         async with running(tmp_path, why_not_now=lambda: "it sleeps") as service:
             with pytest.raises(ApiError, match="it sleeps"):
                 service.resize_of.begin(3)
+
+    run(test)
+
+
+def test_a_dry_run_checks_a_size_and_begins_nothing(tmp_path: Path) -> None:
+    async def test() -> None:
+        why_not = lambda _now, wanted: "it has 4 experts" if wanted > 4 else None  # noqa: E731
+        async with running(tmp_path, why_not=why_not) as service:
+            app = FastAPI()
+            app.include_router(resize_routes(service.resize_of))
+            async with client_of(app) as client:
+                form = {"new_data_parallel_size": 4, "dry_run": True}
+                answer = await client.post("/scale_elastic_ep", json=form)
+            assert (answer.status_code, answer.json()["message"]) == (200, "The service can have 4 ranks.")
+            assert answer.json()["operation_id"] is None and service.told == []
+            with pytest.raises(ApiError, match="5 ranks are impossible: it has 4 experts") as refused:
+                service.resize_of.check(5)
+            assert refused.value.status == 400
 
     run(test)
 

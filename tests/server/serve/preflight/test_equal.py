@@ -10,6 +10,7 @@ from server.serve.preflight import equal
 from server.serve.preflight.device import Gpu, GpuFacts
 from server.serve.preflight.equal import (
     compare,
+    computing_facts,
     driver_version,
     facts_to_compare,
     file_digests,
@@ -30,6 +31,8 @@ GPUS = {
 def facts(**changes: Any) -> dict[str, Any]:
     versions = {
         "wideep": "0.1.0 (source 1234)",
+        "wideep's link digest": "11aa",
+        "wideep's dispatch digest": "22bb",
         "torch": "2.13.0",
         "transformers": "5.23.0",
         "numpy": "2.3.0",
@@ -75,8 +78,26 @@ def test_nodes_without_gpus_say_nothing_of_them() -> None:
         (
             facts(versions={"wideep": "0.1.0 (source 77)"}),
             "versions",
+            CheckStatus.WARNING,
+            "0.1.0 (source 77) on c: they serve together, but upgrade the others too",
+        ),
+        (
+            facts(versions={"wideep": "0.2.0 (source 77)", "wideep's link digest": "33cc"}),
+            "versions",
             CheckStatus.FAILURE,
-            "0.1.0 (source 77) on c",
+            "wideep's link digest is 11aa on a and 1 more, 33cc on c: install the same versions",
+        ),
+        (
+            facts(versions={"wideep": "0.2.0 (source 77)", "wideep's dispatch digest": "33cc"}),
+            "versions",
+            CheckStatus.FAILURE,
+            "wideep's dispatch digest is 22bb on a and 1 more, 33cc on c: install the same versions",
+        ),
+        (
+            facts(versions={"wideep": "0.2.0 (source 77)", "numpy": "2.2.0"}),
+            "versions",
+            CheckStatus.WARNING,
+            "numpy is 2.3.0 on a and 1 more, 2.2.0 on c: install the same versions",
         ),
         (
             facts(versions={"numpy": "2.2.0"}),
@@ -170,3 +191,31 @@ def test_another_source_is_another_version(tmp_path: Path) -> None:
     told = facts_to_compare(None, b"k" * 32)
     assert told["versions"]["wideep"].endswith(f"(source {source_digest(equal._ROOT)})")
     assert told["key"] and b"k" * 32 not in str(told).encode()
+
+
+@pytest.mark.parametrize(
+    ("file", "digests", "computes_the_same"),
+    [
+        ("server/http/app.py", {"wideep"}, True),
+        ("server/link/messages.py", {"wideep", "wideep's link digest"}, True),
+        ("server/serve/store/claim.py", {"wideep", "wideep's link digest"}, True),
+        ("dispatch/rows.py", {"wideep", "wideep's dispatch digest"}, False),
+        ("scheduler/policy/scheduler.py", {"wideep", "wideep's dispatch digest"}, False),
+    ],
+)
+def test_a_change_of_a_file_changes_the_digests_that_cover_it(
+    tmp_path: Path, file: str, digests: set[str], computes_the_same: bool
+) -> None:
+    changed = tmp_path / file
+    changed.parent.mkdir(parents=True)
+    changed.write_text("one")
+    before, computing = facts_to_compare(None, None, root=tmp_path)["versions"], computing_facts(tmp_path)
+    changed.write_text("two")
+    after = facts_to_compare(None, None, root=tmp_path)["versions"]
+    assert {name for name in after if after[name] != before[name]} == digests
+    assert (computing_facts(tmp_path) == computing) is computes_the_same
+
+
+def test_the_digests_cover_files_that_exist() -> None:
+    for folders in (equal._LINK_FOLDERS, equal._DISPATCH_FOLDERS):
+        assert all(any((equal._ROOT / folder).rglob("*.py")) for folder in folders)

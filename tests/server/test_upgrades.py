@@ -1,0 +1,92 @@
+"""A node of a running service is drained, ended and started again from another copy of WideEP, in network namespaces."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from server.machine.roots import PACKAGES
+from tests.server.test_nodes import (
+    END_S,
+    ENDPOINT_NODE,
+    OTHER_NODE,
+    URL,
+    engine_of,
+    joining,
+    members,
+    start,
+    stream_all,
+    wait_until_healthy,
+)
+from tests.support.service.namespaces import ask
+from tests.support.service.real_service import REPOSITORY, START_S, WIDEEP, RealService
+from tests.support.service.service_processes import wait_until
+
+MARK = "# a later version\n"
+
+
+def copied(directory: Path, model: Path, changed: str) -> Path:
+    """Copy WideEP, append a comment to one of its files, and return a folder with the model and the copy's command."""
+    directory.mkdir()
+    root = directory / "copy"
+    for package in PACKAGES:
+        shutil.copytree(REPOSITORY / package, root / package, ignore=shutil.ignore_patterns("__pycache__"))
+    with (root / changed).open("a") as file:
+        file.write(MARK)
+    command = " ".join([*WIDEEP[:-1], WIDEEP[-1].replace(str(REPOSITORY), str(root))])
+    assert str(root) in command
+    wideep = directory / "wideep"
+    wideep.write_text(f'#!/bin/sh\nGLOO_SOCKET_IFNAME=veth0 PYTHONPATH= exec {command} "$@"\n')
+    wideep.chmod(0o755)
+    (directory / "tiny").symlink_to(model)
+    return directory
+
+
+@pytest.fixture
+def service(namespaces: list[str], tmp_path: Path) -> Iterator[RealService]:
+    with start(namespaces, tmp_path, "--shutdown-timeout-seconds=1") as service:
+        wait_until_healthy(service, namespaces)
+        yield service
+
+
+def rank_at(service: RealService, namespace: str) -> int:
+    """Return the rank with the engine in a namespace."""
+    speed = json.loads(ask(namespace, "GET", f"{URL}/throughput") or "{}")
+    return next(int(rank["rank"]) for rank in speed["ranks"] if rank["pid"] == engine_of(service, namespace))
+
+
+@pytest.mark.slow
+def test_a_drained_node_returns_with_another_version_if_its_digests_match(
+    service: RealService, namespaces: list[str], tmp_path: Path
+) -> None:
+    here, other = namespaces[ENDPOINT_NODE], namespaces[OTHER_NODE]
+    expected = stream_all(here)
+    leaving = rank_at(service, other)
+
+    def leave() -> None:
+        assert ask(here, "POST", f"{URL}/ranks/drain", {"rank": leaving, "timeout_s": 20}) is not None
+        service.processes[OTHER_NODE].terminate()
+        service.processes[OTHER_NODE].wait(END_S)
+
+    assert stream_all(here, then=leave) == expected, "its streams continue on the other node"
+    wait_until(lambda: members(here) == [1 - leaving], service.output)
+    for name, changed, said in (
+        ("messages", "server/link/messages.py", "wideep's link digest is "),
+        ("steps", "scheduler/step/lockstep.py", "wideep's dispatch digest is "),
+    ):
+        directory = copied(tmp_path / name, tmp_path / "tiny", changed)
+        with joining(other, directory) as node:
+            assert node.wait(END_S) != 0
+        refusal = (directory / "joined.txt").read_text()
+        assert said in refusal and "on the service" in refusal, refusal
+    assert members(here) == [1 - leaving]
+
+    upgraded = copied(tmp_path / "upgraded", tmp_path / "tiny", "server/http/app.py")
+    with joining(other, upgraded) as node:
+        said_by_node = (upgraded / "joined.txt").read_text
+        wait_until(lambda: members(here) == [0, 1] or node.poll() is not None, said_by_node, within_s=START_S)
+        assert members(here) == [0, 1], said_by_node()
+        assert stream_all(other) == stream_all(here) == expected
+        assert "they serve together, but upgrade the others too" in said_by_node()
