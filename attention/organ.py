@@ -81,6 +81,7 @@ def attend(
         window=shape.window,
         chunk=shape.chunk,
         sinks_H=s_aux,
+        sees_images=shape.sees_images,
     )
     return out_THV[None, ..., : value.shape[-1]], None
 

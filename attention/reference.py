@@ -20,6 +20,7 @@ def paged_attention(
     chunk: int = 0,
     soft_cap: float = 0.0,
     sinks_H: Tensor | None = None,
+    sees_images: bool = False,
 ) -> Tensor:
     """Attend every row of the step to the cached tokens of its sequence, like `cpu.attention.paged_attention`.
 
@@ -39,7 +40,10 @@ def paged_attention(
             scores_HQC = soft_cap * torch.tanh(scores_HQC / soft_cap)
         position_Q1 = torch.arange(context - (end - begin), context)[:, None]
         token_C = torch.arange(context)
-        hidden_QC = token_C > position_Q1
+        end_Q1 = position_Q1 + 1
+        if sees_images:
+            end_Q1 = torch.maximum(end_Q1, step.image_end_T[begin:end, None])
+        hidden_QC = token_C >= end_Q1
         if window > 0:
             hidden_QC |= token_C <= position_Q1 - window
         if chunk > 0:

@@ -118,6 +118,29 @@ def rows_in(images: Sequence[Image], start: int, length: int) -> list[PlacedRows
     return placed
 
 
+def whole_chunk(images: Sequence[Image], start: int, wanted: int, most: int) -> int:
+    """Return the number of tokens of a prompt's next chunk, which must not end within an image.
+
+    The chunk may exceed `wanted` to reach the end of an image that it begins with. Otherwise it ends before the image.
+
+    Args:
+        images: All images of the prompt, in order.
+        start: The chunk's first token.
+        wanted: Tokens that it may have without images.
+        most: Tokens that it may have at most. If the image at `start` has more, the chunk is empty.
+    """
+    rest = rest_of_image(images, start)
+    if 0 < wanted < rest:
+        return rest if rest <= most else 0
+    end = start + wanted
+    return next((image.start - start for image in images if start < image.start < end < image.end), wanted)
+
+
+def rest_of_image(images: Sequence[Image], start: int) -> int:
+    """Return the number of tokens from `start` to the end of the image that has this token. 0 if no image has it."""
+    return next((image.end - start for image in images if image.start <= start < image.end), 0)
+
+
 def read_rows(images: Sequence[Image], hidden_dim: int | None = None) -> tuple[Image, ...]:
     """Return images with their rows, mapped from their files unless they have them already.
 

@@ -52,6 +52,7 @@ class LayerShape:
     window: int = 0  # tokens that a row attends to, itself included; 0: all
     # A row attends within its chunk of this many tokens, counted from the first token. 0: no chunks.
     chunk: int = 0
+    sees_images: bool = False  # rows of an image attend to all of its rows, within the window
     source: int | None = None  # earlier layer with the keys and values to attend to; None uses its own
     index_dim: int = 0  # dim of a sparse index's key per token; 0: no index
     has_pools: bool = False  # the index is over pools of tokens: `index_dim` includes the keys of pools

@@ -70,6 +70,8 @@ class Step:
         self.num_padded = 0
         self.num_sequences = 0
         self.images: list[PlacedRows] = []  # rows of images, at the rows of the batch that they replace
+        # By row of an image: the image's end in the sequence. 0 for other rows. For layers in which images attend both ways.
+        self.image_end_T = torch.zeros(padded, dtype=torch.int64)
         self.has_axes = False  # whether any row's positions differ between axes: `axes_4T` has them
         self.has_long = False  # whether any row's sequence is long: `long_T` has them
         self.tells_long = False  # whether the model uses `long_T`; set when it is built
@@ -162,6 +164,8 @@ class Step:
 
     def _fill_images(self, spans: Sequence[Span]) -> None:
         """Place the rows of images, and fill the positions on each axis if they differ."""
+        if self.images:
+            self.image_end_T.zero_()
         self.images.clear()
         self.has_axes = False
         if not any(span.images or span.axes is not None for span in spans):
@@ -172,7 +176,10 @@ class Step:
         for span, first in zip(spans, self._query_start.tolist(), strict=False):
             if span.axes is not None:
                 axes_4T[1:, first : first + span.length] = span.axes
-            self.images += [PlacedRows(first + placed.place, placed.rows) for placed in span.images]
+            for placed in span.images:
+                begin, length = first + placed.place, placed.rows.shape[1]
+                self.images.append(PlacedRows(begin, placed.rows))
+                self.image_end_T[begin : begin + length] = span.start + placed.place + length
 
     def _fill_pieces(self, spans: Sequence[Span]) -> None:
         if not any(span.pieces for span in spans):

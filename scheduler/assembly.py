@@ -343,6 +343,7 @@ def _make_scheduler(
         states=StatePool(size.num_states) if size.num_states else None,
         keeps_snapshots=config.keeps_snapshots,
         rotary_limit=limit_of(skeleton.model.config),
+        keeps_images_whole=any(shape.sees_images for shape in skeleton.cache_shapes),
         drafter=drafter,
         overlaps=_overlaps(config, drafter, size),
     )

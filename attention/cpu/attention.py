@@ -39,6 +39,7 @@ def _first_seen(position, window, chunk):  # type: ignore[no-untyped-def]
 def _attend(  # type: ignore[no-untyped-def]
     tile, query, token_stride, head_stride, heads, kv_heads, key_dim, value_dim, keys, values, scale_bits, window,
     sinks, out, tiles, num_tiles, query_starts, contexts, tables, table_stride, chunk, key_bytes, value_bytes,
+    image_ends,
 ):  # fmt: skip
     scale = float_of(scale_bits)
     if tile < 0:
@@ -70,7 +71,11 @@ def _attend(  # type: ignore[no-untyped-def]
         for row in range(rows):
             top[row] = load_f32(sinks + (kv_head * group + row % group) * 4)
             total[row] = 1.0
-    start, last = _first_seen(position, window, chunk) // LANES, (position + count - 1) // LANES
+    ends = image_ends + (starts[0] + first) * 8 if image_ends != 0 else 0
+    end = position + count
+    for token in range(count if ends != 0 else 0):
+        end = max(end, words(ends + token * 8, 1)[0])
+    start, last = _first_seen(position, window, chunk) // LANES, (end - 1) // LANES
     for column in range(start, last + 1):
         block = words(table + column * 8, 1)[0] * kv_heads + kv_head
         key_panel = keys + block * key_bytes
@@ -78,7 +83,9 @@ def _attend(  # type: ignore[no-untyped-def]
         for row in range(rows):
             here = position + row // group
             low = _first_seen(here, window, chunk) - column * LANES
-            high = here + 1 - column * LANES
+            high = (
+                max(here + 1, words(ends + row // group * 8, 1)[0]) if ends != 0 else here + 1
+            ) - column * LANES
             seen, weight = softmax_block(address_of(scores) + row * LANES * 4, scale, low, high, top[row])
             if seen > top[row]:
                 shrink = np.float32(math.exp(top[row] - seen))
@@ -132,6 +139,7 @@ def attention_row(
     chunk: int,
     sinks: int,
     out: int,
+    sees_images: bool = False,
 ) -> list[int]:
     """Return one row of a program, for the batch that `step` describes now. Arguments as in `paged_attention`.
 
@@ -146,6 +154,7 @@ def attention_row(
         *queries, heads, kv_heads, key_dim, value_dim, keys_NGDB.data_ptr(), values_NGBV.data_ptr(), bits_of(scale),
         window, sinks, out, tiles.ctypes.data, len(tiles), step.query_start_S.data_ptr(), step.context_S.data_ptr(),
         table.data_ptr(), table.stride(0) * 8, chunk, key_bytes, value_bytes,
+        step.image_end_T.data_ptr() if sees_images else 0,
     )  # fmt: skip
 
 
@@ -159,6 +168,7 @@ def paged_attention(
     window: int = 0,
     chunk: int = 0,
     sinks_H: Tensor | None = None,
+    sees_images: bool = False,
 ) -> Tensor:
     """Attend every row of the step to the cached tokens of its sequence, including itself.
 
@@ -171,6 +181,7 @@ def paged_attention(
         window: Number of tokens that a row sees, including itself; 0 for all.
         chunk: Size of the chunks, counted from the first token. Rows see only their own chunk; 0 for no chunks. Excludes a window.
         sinks_H: [H] float32 logits that take part in the softmax and carry no value (gpt-oss).
+        sees_images: Rows of an image also see the later rows of this image (Gemma 4).
 
     Returns:
         [T, H, V] float32, new; padded rows are zero.
@@ -187,6 +198,7 @@ def paged_attention(
     row = attention_row(
         queries, heads, keys_NGDB, values_NGBV, step, value_dim=value_dim, scale=scale, window=window,
         chunk=chunk, sinks=0 if sinks_H is None else sinks_H.data_ptr(), out=out_THV.data_ptr(),
+        sees_images=sees_images,
     )  # fmt: skip
     run(program_of([row]), step.team, step.num_pairs * heads * (key_dim + value_dim) // PRODUCTS_PER_NS)
     return out_THV

@@ -9,6 +9,7 @@ Rejected: a list of supported families (late for each new one), and trusting con
 """
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -95,7 +96,10 @@ def rehearse(model: PreTrainedModel) -> list[LayerShape]:
         layers += drafting.layers.values()
     row_by_row = [index for index, layer in enumerate(layers) if _is_row_by_row(layer)]
     num_drafting = 0 if drafting is None else drafting.num_blocks
-    return notes.shapes(config.num_hidden_layers + num_drafting, row_by_row)
+    shapes = notes.shapes(config.num_hidden_layers + num_drafting, row_by_row)
+    # As transformers' mask for prompts with images (Gemma 4), which the text part does not build.
+    sees_images = getattr(config, "use_bidirectional_attention", None) == "vision"
+    return [replace(shape, sees_images=sees_images and shape.window > 0) for shape in shapes]
 
 
 def _rehearse_drafts(model: PreTrainedModel, row_T: Tensor, notes: Notes) -> None:

@@ -27,6 +27,9 @@ class ImagePlaces:
     def __init__(self, net: PreTrainedModel) -> None:
         self._embeddings: nn.Module = net.get_input_embeddings()
         self._layers = decoder_layers(net)
+        # Gemma 4: a second embedding, of which the rows of images take the padding token's.
+        self._more_embeddings: nn.Module | None = getattr(net.get_decoder(), "embed_tokens_per_layer", None)
+        self._pad_id = getattr(net.config.get_text_config(decoder=True), "pad_token_id", None) or 0
 
     @contextmanager
     def filled(self, images: Sequence[PlacedRows]) -> Iterator[None]:
@@ -34,6 +37,9 @@ class ImagePlaces:
         hooks: list[Any] = []
         if images:
             hooks.append(self._embeddings.register_forward_hook(partial(_replace, images)))
+        if images and self._more_embeddings is not None:
+            padded = partial(_pad, images, self._pad_id)
+            hooks.append(self._more_embeddings.register_forward_pre_hook(padded))
         for depth in range(1, max((len(placed.rows) for placed in images), default=0)):
             layer = self._layers[depth - 1]
             hooks.append(layer.register_forward_hook(partial(_add, images, depth)))
@@ -50,6 +56,15 @@ def _replace(
     for placed in images:
         rows_ND = torch.from_numpy(placed.rows[0])
         embedded_1TD[0, placed.place : placed.place + len(rows_ND)] = rows_ND.to(embedded_1TD)
+
+
+def _pad(
+    images: Sequence[PlacedRows], pad_id: int, _embeddings: nn.Module, inputs: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    token_1T = inputs[0].clone()
+    for placed in images:
+        token_1T[0, placed.place : placed.place + placed.rows.shape[1]] = pad_id
+    return token_1T, *inputs[1:]
 
 
 def _add(images: Sequence[PlacedRows], depth: int, _layer: nn.Module, _inputs: Any, output: Any) -> None:

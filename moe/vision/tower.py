@@ -6,7 +6,7 @@ decoder. The tower computes in float32, one image at a time, so that an image's 
 Rejected: building the family's tower class alone. Projectors between tower and decoder belong to other classes, and the names
 of the parts differ between families.
 
-Legend: L layers that take rows, N rows, D hidden size.
+Legend: L layers that take rows, N rows, D hidden size, C tiles.
 """
 
 import inspect
@@ -37,7 +37,8 @@ class ImageFeatures(NamedTuple):
     # Rows per column and per line, for positions on several axes. 0 if the positions count the rows.
     height: int = 0
     width: int = 0
-    line: int = 0  # rows per line, if a token follows each line (Pixtral); 0 if the rows are consecutive
+    part: int = 0  # rows per part, if tokens separate the parts of an image; 0 if the rows are consecutive
+    columns: int = 1  # parts per line
 
 
 class Tower:
@@ -65,6 +66,7 @@ class Tower:
         patch_size = getattr(config.vision_config, "patch_size", 0)
         # Pixels per row and direction; 0 if the family's patches are not square.
         self.pixels_per_row = patch_size * self._merge if isinstance(patch_size, int) else 0
+        self.has_tiles = config.model_type == "llama4"
         self._has_axes = hasattr(self._joining, "get_rope_index")  # multimodal rotary embeddings
 
     @torch.inference_mode()
@@ -76,16 +78,23 @@ class Tower:
         """
         taken = {name: value for name, value in inputs.items() if name in self._accepted}
         output: Any = self._joining.get_image_features(**taken)
+        if self.has_tiles:
+            return self._of_tiles(output.last_hidden_state, inputs["aspect_ratios"])
         [rows_ND] = output.pooler_output
         later = [rows for [rows] in getattr(output, "deepstack_features", None) or ()]
         rows_LND = torch.stack([rows_ND, *later]).float()
         if "image_sizes" in inputs:
             _, pixels = inputs["image_sizes"][0].tolist()
-            return ImageFeatures(rows_LND, line=pixels // self.pixels_per_row)
+            return ImageFeatures(rows_LND, part=pixels // self.pixels_per_row)
         if "image_grid_thw" not in inputs or not self._has_axes:
             return ImageFeatures(rows_LND)
         _, height, width = inputs["image_grid_thw"][0].tolist()
         return ImageFeatures(rows_LND, height // self._merge, width // self._merge)
+
+    def _of_tiles(self, hidden_CND: Tensor, canvas: Tensor) -> ImageFeatures:
+        """Project the rows of tiles. Llama 4 projects them in the whole model's forward, behind `get_image_features`."""
+        rows_ND = self._joining.multi_modal_projector(hidden_CND.flatten(0, 1))
+        return ImageFeatures(rows_ND[None].float(), part=hidden_CND.shape[1], columns=int(canvas[0, 1]))
 
 
 def _merge_of(config: Any) -> int:

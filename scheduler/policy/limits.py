@@ -34,11 +34,21 @@ def check_limits(pool: BlockPool, max_num_seqs: int, max_num_batched_tokens: int
         )
 
 
-def why_unservable(request: Request, max_model_len: int) -> str | None:
-    """Return why a request can never run, or None if it can."""
+def why_unservable(request: Request, max_model_len: int, most_whole: int | None = None) -> str | None:
+    """Return why a request can never run, or None if it can.
+
+    Args:
+        most_whole: Most tokens of an image, if one step must run all of them.
+    """
     num_tokens = len(request.prompt_ids)
     if num_tokens == 0:
         return "the prompt has no tokens; give at least one"
     if num_tokens > max_model_len:
         return f"the prompt has {num_tokens} tokens; max_model_len is {max_model_len}; shorten the prompt"
+    longest = max((image.length for image in request.images), default=0)
+    if most_whole is not None and longest > most_whole:
+        return (
+            f"an image has {longest} tokens, which one step must run; a step has at most {most_whole} "
+            "(--max-num-batched-tokens)"
+        )
     return None

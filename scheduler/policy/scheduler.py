@@ -11,6 +11,7 @@ from collections.abc import Sequence as Series
 from typing import NamedTuple, Protocol
 
 from kvcache.blocks import BlockPool
+from kvcache.images import rest_of_image, whole_chunk
 from kvcache.states import StatePool
 from kvcache.tiers.figures import TierFigures
 from scheduler.policy.batch import Scheduled, StepBatch
@@ -85,13 +86,15 @@ class Scheduler:
         states: StatePool | None = None,
         keeps_snapshots: bool = True,
         rotary_limit: int | None = None,
+        keeps_images_whole: bool = False,
         drafter: DraftsTokens | None = None,
         overlaps: bool = False,
     ) -> None:
         """Take over the pools; nothing else may use them. `states` is None for models without recurrent states.
 
         `rotary_limit`: length in tokens above which the model computes all tokens of a sequence differently, if any.
-            A sequence that grows past it starts again. `drafter`: source of drafts; None disables them.
+            A sequence that grows past it starts again. `keeps_images_whole`: whether no chunk of a prompt may end within an image.
+            `drafter`: source of drafts; None disables them.
             `overlaps`: whether a sequence with states may have two steps in flight, see `StateTables`.
 
         Raises:
@@ -103,6 +106,7 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_model_len = max_model_len
         self._rotary_limit = rotary_limit
+        self._keeps_images_whole = keeps_images_whole
         self._drafter = drafter
         self._tables = BlockTables(
             pool,
@@ -118,6 +122,10 @@ class Scheduler:
         self._refused: list[RequestOutput] = []  # ends found by `add`; `expire` or `commit` delivers them
         self._remote: deque[Sequence] = deque()  # new ones with prefixes that another node may have
         self._weights, self._weights_number = "", 0
+
+    @property
+    def _most_whole(self) -> int | None:
+        return self._max_num_batched_tokens if self._keeps_images_whole else None
 
     @property
     def has_work(self) -> bool:
@@ -260,7 +268,9 @@ class Scheduler:
                 f"request id {request.request_id!r} is already being served; ids must be unique"
             )
         sequence = self._sequence_of(request, matcher)
-        error = why_unservable(request, self._max_model_len) or (matcher.failure if matcher else None)
+        error = why_unservable(request, self._max_model_len, self._most_whole) or (
+            matcher.failure if matcher else None
+        )
         reason = FinishReason.ERROR if error else sequence.finish_reason(self._max_model_len)
         if reason is not None:
             self._refused.append(_end_of(request.request_id, reason, error or ""))
@@ -347,11 +357,13 @@ class Scheduler:
         now_s: float,
     ) -> StepBatch:
         """Fill the room of a step that its decodes leave."""
-        budget = most - num_decode_tokens
+        room = budget = most - num_decode_tokens
         if prefill_budget is not None:
             budget = min(budget, prefill_budget)
-        prefills = self._plan_prefills(budget)
-        prefills += self._admit(budget - sum(item.num_tokens for item in prefills), now_s)
+        prefills = self._plan_prefills(budget, room)
+        if not self._stops_at_image:
+            num_planned = sum(item.num_tokens for item in prefills)
+            prefills += self._admit(budget - num_planned, room - num_planned, now_s)
         num_prefill_tokens = sum(item.num_tokens for item in prefills)
         num_tokens = sum([item.num_tokens for item in items]) + num_prefill_tokens
         batch = StepBatch(items + prefills, num_tokens, num_prefill_tokens)
@@ -452,6 +464,7 @@ class Scheduler:
         items = []
         self._send_back_grown()
         running = self._roster.by_urgency()  # preemption takes from the end, never what this step has planned
+        most -= self._image_room(most)
         room = most - len(running)
         for sequence, limit in zip(running, self._draft_limits(running), strict=True):
             if (
@@ -462,6 +475,7 @@ class Scheduler:
                 and sequence.num_left(self._max_model_len) > sequence.num_pending
                 and self._tables.is_ready(sequence)
                 and not self._has_grown(sequence)
+                and len(items) < most
                 and self._make_room(sequence)
             ):
                 drafts = self._draft(sequence, min(limit, room)) if limit else ()
@@ -500,15 +514,23 @@ class Scheduler:
         limit = self._rotary_limit
         return limit is not None and not sequence.is_long and sequence.num_planned >= limit
 
-    def _plan_prefills(self, budget: int) -> list[Scheduled]:
+    def _plan_prefills(self, budget: int, room: int) -> list[Scheduled]:
         """Plan the next chunk of a half-done prompt. Its sequence began last and takes no blocks from others: those
-        before it are decodes, which continue and end."""
-        latest = self._roster.running[-1:]
+        before it are decodes, which continue and end.
+
+        Args:
+            budget: Most prompt tokens. An image that must stay whole may exceed it.
+            room: Most tokens.
+        """
         return [
-            self._plan_chunk(sequence, budget) for sequence in latest if self._has_chunk(sequence, budget)
+            self._plan(sequence, num_tokens)
+            for sequence in self._roster.running[-1:]
+            if sequence.is_prefilling
+            and self._tables.is_ready(sequence)
+            and (num_tokens := self._chunk_tokens(sequence, budget, room)) > 0
         ]
 
-    def _admit(self, budget: int, now_s: float) -> list[Scheduled]:
+    def _admit(self, budget: int, room: int, now_s: float) -> list[Scheduled]:
         """Start waiting requests in order until the budget, the seats or the blocks are used up.
 
         The head of the queue must find blocks for all its tokens, not only for its next chunk, and leave one block free
@@ -534,8 +556,12 @@ class Scheduler:
                 sequence.queued_s = max(0.0, now_s - sequence.request.arrival_s)
                 num_to_run = len(sequence.token_ids) - sequence.num_computed
                 self._roster.charge(sequence, num_prompt_tokens=num_to_run)
-            items.append(self._plan_chunk(sequence, budget))
-            budget -= items[-1].num_tokens
+            num_tokens = self._chunk_tokens(sequence, budget, room)
+            if num_tokens:
+                items.append(self._plan(sequence, num_tokens))
+                budget, room = budget - num_tokens, room - num_tokens
+            if self._stops_at_image:
+                break
         if waiting and len(running) >= self._max_num_seqs and not waiting.head.num_in_flight:
             self._waits_for_tier(waiting.head, now_s)
         return items
@@ -559,13 +585,26 @@ class Scheduler:
         self._roster.set_aside(sequence)
         return True
 
-    def _has_chunk(self, sequence: Sequence, budget: int) -> bool:
-        is_ready = sequence.is_prefilling and self._tables.is_ready(sequence)
-        return is_ready and min(budget, self._tables.num_plannable(sequence)) > 0
+    def _chunk_tokens(self, sequence: Sequence, budget: int, room: int) -> int:
+        """Return the number of tokens of a prompt's next chunk, 0 if it must wait for room or blocks."""
+        most = min(sequence.num_prefill_tokens - sequence.num_planned, self._tables.num_plannable(sequence))
+        if not self._keeps_images_whole:
+            return min(budget, most)
+        return whole_chunk(sequence.request.images, sequence.num_planned, min(budget, most), min(room, most))
 
-    def _plan_chunk(self, sequence: Sequence, budget: int) -> Scheduled:
-        num_left = sequence.num_prefill_tokens - sequence.num_planned
-        return self._plan(sequence, min(budget, num_left, self._tables.num_plannable(sequence)))
+    @property
+    def _stops_at_image(self) -> bool:
+        """Whether the newest prompt may have left room because of an image. No other one begins before its end."""
+        running = self._roster.running
+        return self._keeps_images_whole and bool(running) and running[-1].is_prefilling
+
+    def _image_room(self, most: int) -> int:
+        """Return the room that decodes leave for an image of a half-done prompt: enough for the whole image, if a step has it."""
+        if not self._stops_at_image:
+            return 0
+        latest = self._roster.running[-1]
+        num_tokens = rest_of_image(latest.request.images, latest.num_planned)
+        return num_tokens if num_tokens <= most else 0
 
     def _plan(self, sequence: Sequence, num_tokens: int, drafts: tuple[int, ...] = ()) -> Scheduled:
         start = sequence.num_planned

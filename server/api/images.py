@@ -102,7 +102,7 @@ async def encode_images(
             f"The request has {len(parts)} images; at most {taken.most_images} are allowed (--limit-mm-per-prompt).",
             parts[taken.most_images].where,
         )
-    num_shown = sum(token_id == taken.token_id for token_id in prompt_ids)
+    num_shown = sum(token_id == taken.tokens.shown for token_id in prompt_ids)
     if num_shown != len(parts):
         raise bad_request(
             f"The rendered prompt shows {num_shown} images, but the messages have {len(parts)}: a text contains the image "
@@ -117,17 +117,28 @@ async def encode_images(
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
+    for part, file in zip(parts, files, strict=True):
+        _check_rows(file.num_rows, taken.most_rows(), part.where)
     ids: list[int] = []
     ranges: list[Image] = []
     waiting = iter(files)
     for token_id in prompt_ids:
-        if token_id != taken.token_id:
+        if token_id != taken.tokens.shown:
             ids.append(token_id)
             continue
-        more, places = next(waiting).placed(len(ids), token_id, taken.line_tokens)
+        more, places = next(waiting).placed(len(ids), taken.tokens)
         ids += more
         ranges += places
     return ids, PromptImages(tuple(ranges), tuple(files))
+
+
+def _check_rows(num_rows: int, most: int, where: str) -> None:
+    if most and num_rows > most:
+        raise bad_request(
+            f"{where}: the image has {num_rows} tokens, which one step must run, and a step has at most {most}. Send a smaller "
+            "image, or raise --max-num-batched-tokens.",
+            where,
+        )
 
 
 async def _encoded(part: ImagePart, taken: ImageInput) -> EncodedImage:

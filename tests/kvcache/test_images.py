@@ -6,7 +6,16 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvcache.images import Image, ImageRowsError, axes_of, keyed, read_rows, rows_in, write_rows
+from kvcache.images import (
+    Image,
+    ImageRowsError,
+    axes_of,
+    keyed,
+    read_rows,
+    rows_in,
+    whole_chunk,
+    write_rows,
+)
 
 FIRST = Image("ab" * 32, 3, 6, height=2, width=3)
 SECOND = Image("cd" * 32, 12, 4, height=2, width=2)
@@ -106,3 +115,27 @@ def test_a_file_that_ends_early_is_refused(path: str) -> None:
     os.truncate(path, 100)
     with pytest.raises(ImageRowsError, match="cannot be read"):
         read_rows([FIRST._replace(path=path)], 4)
+
+
+@pytest.mark.parametrize(
+    ("start", "wanted", "most", "found"),
+    [
+        (0, 2, 20, 2),  # FIRST has tokens 3 to 8, SECOND 12 to 15
+        (0, 3, 20, 3),
+        (0, 4, 20, 3),
+        (0, 9, 20, 9),
+        (0, 13, 20, 12),
+        (3, 2, 20, 6),
+        (3, 2, 6, 6),
+        (3, 2, 5, 0),
+        (3, 6, 6, 6),
+        (3, 0, 6, 0),
+        (5, 1, 20, 4),
+        (5, 1, 3, 0),
+        (12, 3, 20, 4),
+        (16, 5, 5, 5),
+    ],
+)
+def test_a_chunk_ends_outside_images(start: int, wanted: int, most: int, found: int) -> None:
+    assert whole_chunk([FIRST, SECOND], start, wanted, most) == found
+    assert whole_chunk([], start, wanted, most) == wanted

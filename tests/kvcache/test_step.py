@@ -153,3 +153,12 @@ def test_rows_of_images_and_positions_on_axes_are_placed_and_forgotten() -> None
     assert not step.model_positions[:, 0, 5:].any()
     step.fill([Span(5, 2, [1])])
     assert step.images == [] and step.model_positions.tolist() == [step.positions.tolist()]
+
+
+def test_rows_of_images_have_the_end_of_their_image() -> None:
+    step, rows = make_step(), np.zeros((1, 4, 2), np.float32)
+    seeing = Span(20, 9, [5, 6], images=[PlacedRows(0, rows[:, :2]), PlacedRows(4, rows)])
+    step.fill([Span(7, 1, [1]), seeing])
+    assert step.image_end_T[:11].tolist() == [0, 22, 22, 0, 0, 28, 28, 28, 28, 0, 0]
+    step.fill([Span(7, 3, [1])])
+    assert not step.image_end_T.any()

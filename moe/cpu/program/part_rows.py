@@ -75,7 +75,7 @@ class PartRows:
                 Queries(qkv.data_ptr(), width * 4, query_dim * 4), heads, keys, values, step,
                 value_dim=shape.value_dim, scale=attention.scale, window=shape.window,
                 chunk=shape.chunk, sinks=0 if attention.sinks_H is None else attention.sinks_H.data_ptr(),
-                out=attended.data_ptr(),
+                out=attended.data_ptr(), sees_images=shape.sees_images,
             ),
         ]  # fmt: skip
         if attention.has_gate:

@@ -40,11 +40,19 @@ class _Unusable(Exception):  # noqa: N818 - not a fault
     """The process refused an image; the message gives the reason."""
 
 
-class LineTokens(NamedTuple):
-    """Tokens of models that mark the lines of an image (Pixtral)."""
+class ImageTokens(NamedTuple):
+    """Tokens of an image in a prompt.
 
-    after_line: int
-    after_image: int  # in place of the last line's
+    An image has one part of consecutive rows, or several in lines. Some models mark their parts (Pixtral).
+    """
+
+    shown: int  # in a rendered prompt, once per image
+    row: int  # in a request, once per row
+    before: tuple[int, ...] = ()  # the image
+    after_part: tuple[int, ...] = ()  # after a part that another one of its line follows
+    after_line: tuple[int, ...] = ()  # after the last part of a line, except the last one of the image
+    before_last: tuple[int, ...] = ()  # before the last part of the image
+    after: tuple[int, ...] = ()  # the image
 
 
 class EncodedImage:
@@ -59,28 +67,26 @@ class EncodedImage:
         self.num_bytes: int = answer["num_bytes"]
         self.height: int = answer["height"]
         self.width: int = answer["width"]
-        self.line: int = answer["line"]
+        self.part: int = answer["part"]
+        self.columns: int = answer["columns"]
         self.times_s = {name: float(answer[name]) for name in ("decode_s", "process_s", "tower_s")}
 
-    def placed(
-        self, start: int, token_id: int, line_tokens: LineTokens | None = None
-    ) -> tuple[list[int], list[Image]]:
-        """Return the image's tokens from a place of a prompt on, and its ranges of the prompt.
-
-        Args:
-            token_id: Token of a row.
-            line_tokens: Tokens after the lines of an image, for models that have them.
-        """
-        if not self.line:
-            image = Image(self.digest, start, self.num_rows, 0, self.height, self.width, self.path)
-            return [token_id] * self.num_rows, [image]
-        assert line_tokens is not None, "models with lines have tokens for them"
-        ids: list[int] = []
-        ranges = []
-        for first in range(0, self.num_rows, self.line):
-            ranges.append(Image(self.digest, start + len(ids), self.line, first, path=self.path))
-            ids += [token_id] * self.line + [line_tokens.after_line]
-        ids[-1] = line_tokens.after_image
+    def placed(self, start: int, tokens: ImageTokens) -> tuple[list[int], list[Image]]:
+        """Return the image's tokens from a place of a prompt on, and its ranges of the prompt, one per part."""
+        ids, ranges = list(tokens.before), []
+        length = self.part or self.num_rows
+        last = self.num_rows // length - 1
+        for number in range(last + 1):
+            if number == last:
+                ids += tokens.before_last
+            place = start + len(ids)
+            ranges.append(
+                Image(self.digest, place, length, number * length, self.height, self.width, self.path)
+            )
+            ids += [tokens.row] * length
+            if number < last:
+                ids += tokens.after_part if (number + 1) % self.columns else tokens.after_line
+        ids += tokens.after
         return ids, ranges
 
 

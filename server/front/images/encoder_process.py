@@ -26,6 +26,7 @@ from transformers import AutoImageProcessor
 from kvcache.images import write_rows
 from moe.vision.tower import Tower
 from server.front.images.picture_files import UnusableImageError, open_picture
+from server.front.images.tiles import TileProcessor
 from server.machine.parent_death import die_with_parent
 
 NICENESS = 10
@@ -62,10 +63,13 @@ class ImageEncoder:
             ValueError, OSError: The checkpoint has no usable processor or tower.
         """
         self._most_pixels = most_pixels
-        self._processor: Any = AutoImageProcessor.from_pretrained(
-            directory, backend="pil", local_files_only=True, trust_remote_code=False
-        )
         self._tower = Tower(directory)
+        local = {"local_files_only": True, "trust_remote_code": False}
+        self._processor: Any = (
+            TileProcessor.from_pretrained(directory, **local)
+            if self._tower.has_tiles
+            else AutoImageProcessor.from_pretrained(directory, backend="pil", **local)
+        )
         # transformers' processor of these models overrides the patch size of the image processor, too.
         has_lines = "image_sizes" in self._processor.model_input_names
         self._options = {"patch_size": self._tower.pixels_per_row} if has_lines else {}
@@ -96,7 +100,8 @@ class ImageEncoder:
             "num_rows": rows.shape[1],
             "height": features.height,
             "width": features.width,
-            "line": features.line,
+            "part": features.part,
+            "columns": features.columns,
             "num_bytes": rows.nbytes,
             **{name: end - begin for name, begin, end in zip(steps, times, times[1:], strict=False)},
         }

@@ -6,20 +6,39 @@ reason, because a wrong position or a missing mask changes answers without an er
 
 import importlib.util
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Attention among the tokens of an image is causal. `moe.vision` has the rest.
-LINES = ("mistral3", "mistral_large4")  # a token follows each line of an image
-IMAGE_TYPES = ("glm4v_moe", "intern_s2_preview", "qwen3_5_moe", "qwen3_vl_moe", *LINES)
-LINE_TOKENS = ("[IMG_BREAK]", "[IMG_END]")  # after a line, and after the last one (Pixtral's processor)
-_NEEDS_TORCHVISION = "its image processor needs torchvision, which WideEP does not use"
+from server.front.images.encoder import ImageTokens
+
+_LINES: dict[str, tuple[str, ...]] = {
+    "after_line": ("[IMG_BREAK]",),
+    "after": ("[IMG_END]",),
+}  # Pixtral's processor
+_TILES: dict[str, tuple[str, ...]] = {  # Llama 4's processor
+    "shown": ("<|image|>",),
+    "before": ("<|image_start|>",),
+    "after_part": ("<|tile_x_separator|>",),
+    "after_line": ("<|tile_y_separator|>",),
+    "before_last": ("<|image|>",),
+    "after": ("<|image_end|>",),
+}
+# Types that take images, and the tokens that show an image or that their processors write next to its rows: special tokens of
+# the tokenizer, or fields of config.json. `moe.vision` has the rest.
+IMAGE_TYPES: dict[str, dict[str, tuple[str, ...]]] = {
+    "gemma4": {"before": ("boi_token_id",), "after": ("eoi_token_id",)},
+    "glm4v_moe": {},
+    "intern_s2_preview": {},
+    "llama4": _TILES,
+    "mistral3": _LINES,
+    "mistral_large4": _LINES,
+    "qwen3_5_moe": {},
+    "qwen3_vl_moe": {},
+}
 WHY_NOT = {
     "ernie4_5_vl_moe": "its experts for images are not loaded",
-    "gemma4": "the tokens of an image attend to each other in both directions, which the kernels do not support",
-    "kimi_k25": _NEEDS_TORCHVISION,
-    "llama4": _NEEDS_TORCHVISION,
+    "kimi_k25": "its image processor needs torchvision, which WideEP does not use",
 }
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
@@ -27,34 +46,47 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 class ImageSupport(NamedTuple):
     """How a model takes images."""
 
-    token_id: int  # once per image in a rendered prompt, once per row in a request
+    tokens: ImageTokens
     why_not: str = ""  # the reason if it takes none, in a form that follows "because"
-    has_lines: bool = False  # LINE_TOKENS mark the lines of an image
+    stays_whole: bool = False  # one step must run all tokens of an image, because they attend to each other in both directions
+
+
+_NO_TOKENS = ImageTokens(0, 0)
 
 
 def image_support_of(
-    directory: Path, special_tokens: Collection[str] = (), *, device: str = "cpu"
+    directory: Path, special_ids: Mapping[str, int] | None = None, *, device: str = "cpu"
 ) -> ImageSupport:
     """Read whether a model directory's images can be served on a device.
 
     Args:
-        special_tokens: Those of the model's tokenizer.
+        special_ids: Special tokens of the model's tokenizer.
     """
     path = directory / "config.json"
     try:
         config = json.loads(path.read_bytes())
     except (OSError, ValueError):
-        return ImageSupport(0, f"{path} cannot be read")
+        return ImageSupport(_NO_TOKENS, f"{path} cannot be read")
     if not isinstance(config, dict):
-        return ImageSupport(0, "config.json is not an object")
+        return ImageSupport(_NO_TOKENS, "config.json is not an object")
+    if reason := _why_not(config, directory, device):
+        return ImageSupport(_NO_TOKENS, reason)
     token_id = config.get("image_token_id", config.get("image_token_index"))
-    has_lines = config.get("model_type") in LINES
-    reason = _why_not(config, directory, device)
-    if not reason and not isinstance(token_id, int):
-        reason = "config.json has no image_token_id"
-    if not reason and has_lines and not set(LINE_TOKENS) <= set(special_tokens):
-        reason = f"its tokenizer lacks {' or '.join(LINE_TOKENS)}"
-    return ImageSupport(token_id if isinstance(token_id, int) else 0, reason, has_lines)
+    if not isinstance(token_id, int):
+        return ImageSupport(_NO_TOKENS, "config.json has no image_token_id")
+    names = IMAGE_TYPES[config["model_type"]]
+    fields = {
+        name: value for name, value in config.items() if name.endswith("_token_id") and value is not None
+    }
+    known = {**(special_ids or {}), **fields}
+    missing = [name for each in names.values() for name in each if name not in known]
+    if missing:
+        return ImageSupport(_NO_TOKENS, f"its tokenizer or config.json lacks {' and '.join(missing)}")
+    around = {field: tuple(known[name] for name in each) for field, each in names.items()}
+    [shown] = around.pop("shown", (token_id,))
+    text = config.get("text_config")
+    stays_whole = isinstance(text, dict) and text.get("use_bidirectional_attention") == "vision"
+    return ImageSupport(ImageTokens(shown, token_id, **around), stays_whole=stays_whole)
 
 
 def _why_not(config: Mapping[str, Any], directory: Path, device: str) -> str:

@@ -10,9 +10,9 @@ from typing import Any
 from server.api.parsers.registry import markup_of, shows_known_calls
 from server.api.served import ServedModel
 from server.front.adapters.registry import Adapters
-from server.front.images.encoder import Encoder, LineTokens
+from server.front.images.encoder import Encoder
 from server.front.images.input import ImageInput, ReadFile
-from server.front.images.seeing import LINE_TOKENS, ImageSupport, image_support_of
+from server.front.images.seeing import ImageSupport, image_support_of
 from server.front.images.sources import ImageSources
 from server.front.structure.structure_checks import StructureChecks
 from server.front.tokenizer import TemplateFacts, Tokenizer
@@ -48,7 +48,7 @@ def served_model(
         max_len=_max_len(options, tokenizer, ranks),
         created=int(time.time()),
         structures=StructureChecks(tokenizer.vocabulary),
-        images=None if support.why_not else _image_input(options, support, tokenizer, read_file),
+        images=None if support.why_not else _image_input(options, support, ranks, read_file),
         why_no_images=support.why_not,
         markup=markup_of(
             tokenizer.template.text, tools=options.tool_call_parser, reasoning=options.reasoning_parser
@@ -57,15 +57,16 @@ def served_model(
 
 
 def _image_input(
-    options: Options, support: ImageSupport, tokenizer: Tokenizer, read_file: ReadFile
+    options: Options, support: ImageSupport, ranks: Ranks, read_file: ReadFile
 ) -> ImageInput:
     images = options.images
+
+    def most_rows() -> int:
+        steps = [stream.facts.max_num_batched_tokens for stream in ranks.attached.values()]
+        return min(steps, default=0) if support.stays_whole else 0
+
     encoder = Encoder(options.model, most_pixels=images.most_pixels, cache_bytes=images.cache_bytes)
-    special = tokenizer.special_ids
-    line_tokens = LineTokens(*(special[token] for token in LINE_TOKENS)) if support.has_lines else None
-    return ImageInput(
-        support.token_id, images.most_images, ImageSources(images), encoder, read_file, line_tokens
-    )
+    return ImageInput(support.tokens, images.most_images, ImageSources(images), encoder, most_rows, read_file)
 
 
 def _max_len(options: Options, tokenizer: Tokenizer, ranks: Ranks) -> Callable[[], int]:

@@ -1,10 +1,12 @@
 """The CPU kernel against the plain oracle, and the independence of its rows."""
 
+import numpy as np
 import pytest
 import torch
 
 from attention import reference
 from attention.cpu import attention as cpu_attention
+from kvcache.images import PlacedRows
 from kvcache.paged_cache import LayerShape, PagedCache
 from kvcache.step import Span, Step
 from tests.support.cached_codes import ALL, decoded, stored_bytes
@@ -86,6 +88,33 @@ def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(
                 alone[:, :count] = query[:, rows]
                 ours = attend(cpu_attention, cache, step, alone, **options)
                 assert torch.equal(ours[:count], whole[rows])
+
+
+def with_images(step: Step) -> Step:
+    """Fill a step of two sequences again, with images in the first: one over several blocks and tiles, and a short one."""
+    rows = np.zeros((1, 60, 8), np.float32)
+    images = [PlacedRows(10, rows), PlacedRows(75, rows[:, :3])]
+    tables = [step.block_table_SM[i].tolist() for i in range(2)]
+    step.fill([Span(20, 90, tables[0], images=images), Span(33, 30, tables[1])])
+    return step
+
+
+@pytest.mark.parametrize("window", [0, 5, 40])
+@pytest.mark.parametrize("codes", ALL)
+def test_rows_of_an_image_see_its_later_rows_as_in_the_oracle(window: int, codes: torch.dtype | None) -> None:
+    cache, step = cache_and_step([(20, 90), (33, 30)], (4, 2, 32, 32), codes=codes)
+    query = torch.randn(4, step.num_padded, 32, generator=torch.Generator().manual_seed(1))
+    causal = attend(cpu_attention, cache, step, query, window=window)
+    with_images(step)
+    ours, oracle = (
+        attend(each, cache, step, query, window=window, sees_images=True)
+        for each in (cpu_attention, reference)
+    )
+    torch.testing.assert_close(ours, oracle, atol=3e-6, rtol=2e-5)
+    sees_more = {*range(10, 69), 75, 76}
+    changed = {row for row in range(120) if not torch.equal(ours[row], causal[row])}
+    assert changed == sees_more, "only these rows see more, and all others have the same bits"
+    assert torch.equal(attend(cpu_attention, cache, step, query, window=window), causal)
 
 
 @pytest.mark.parametrize("codes", ALL)

@@ -11,6 +11,7 @@ import torch
 from kvcache.images import Image
 from moe.families import UnsupportedModelError
 from moe.load.checkpoint import Checkpoint
+from moe.model import Skeleton
 from moe.vision.tower import Tower
 from tests.conftest import PoolOf
 from tests.support.engines.serving import build, occupy, own_share, request, serve, teacher_forced
@@ -19,7 +20,7 @@ from tests.support.models.seeing import SeenPrompt, draw_picture, prompt_of, wri
 
 STEPS = 8
 TOLERANCE = 1e-4
-FAMILIES = ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe", "mistral3", "mistral_large4")
+FAMILIES = ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe", "mistral3", "mistral_large4", "llama4", "gemma4")
 
 
 class Oracle(NamedTuple):
@@ -44,14 +45,15 @@ def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """Return a family's checkpoint on disk, prompts with images, and their greedy continuations."""
     directory = tmp_path_factory.mktemp(request.param)
     model = write_seeing_checkpoint(request.param, directory)
-    tall, wide, small = (
-        draw_picture(*size, seed, model.config) for seed, size in enumerate(((8, 4), (4, 8), (4, 4)))
+    tall, wide, small, large = (
+        draw_picture(*size, seed, model.config) for seed, size in enumerate(((8, 4), (4, 8), (4, 4), (8, 8)))
     )
     prompts = [
         prompt_of([5, wide, 7], 0),
         prompt_of([3, tall, 4, wide, 9], 1),
         prompt_of([21], 2),
         prompt_of([small, 2, small, 6], 3),
+        prompt_of([2, large, 9], 4),
     ]
     sequences, logits = [], []
     with torch.inference_mode():
@@ -131,9 +133,35 @@ def test_swapped_images_positions_and_later_rows_show_in_the_logits(oracle: Orac
     indirect=True,
     scope="module",
 )
+def test_swapped_images_show_in_the_logits_of_every_family(oracle: Oracle) -> None:
+    """The control of the families that place rows only."""
+    built, images = build(oracle.directory, max_model_len=128), oracle.images[1]
+    rows = {image.digest: image.rows for image in images}
+    assert len(rows) == 2
+    swapped = dict(zip(rows, reversed(rows.values()), strict=True))
+    found = teacher_forced(
+        built,
+        [oracle.sequences[1]],
+        images=[[image._replace(rows=swapped[image.digest]) for image in images]],
+    )
+    assert worst(found, [oracle.logits[1]]) > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "oracle",
+    [pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES],
+    indirect=True,
+    scope="module",
+)
 def test_cuts_hits_and_preemption_change_no_token(oracle: Oracle) -> None:
-    """Prompts in chunks run together, twice, so that the second run continues from cached blocks inside images."""
-    built = build(oracle.directory, max_model_len=128, max_num_batched_tokens=11, max_num_seqs=4)
+    """Prompts in chunks run together, twice, so that the second run continues from cached blocks inside images.
+
+    Chunks have 11 tokens. Where images must stay whole, they have as many as the largest image.
+    """
+    stays_whole = any(shape.sees_images for shape in Skeleton(oracle.directory).cache_shapes)
+    assert stays_whole == ("gemma4" in oracle.directory.name)
+    most = 16 if stays_whole else 11
+    built = build(oracle.directory, max_model_len=128, max_num_batched_tokens=most, max_num_seqs=4)
     occupy(built, leaving=9)
     waves = [
         [
@@ -150,6 +178,22 @@ def test_cuts_hits_and_preemption_change_no_token(oracle: Oracle) -> None:
     for request_id, tokens in served.token_ids.items():
         index = int(request_id.split()[1])
         assert oracle.prompts[index].token_ids + tokens[:STEPS] == oracle.sequences[index]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("oracle", ["gemma4"], indirect=True, scope="module")
+def test_rows_of_an_image_see_later_rows_in_windowed_layers_only(oracle: Oracle) -> None:
+    """The control: causal attention, and both ways in all layers, change the logits."""
+    sequence, images = oracle.sequences[4], oracle.images[4]
+    built = build(oracle.directory, max_model_len=128)
+    shapes = built.model.skeleton.cache_shapes
+    own = list(shapes)
+    assert [shape.sees_images for shape in own] == [True, False, True, True, False]
+    assert worst(teacher_forced(built, [sequence], images=[images]), [oracle.logits[4]]) < TOLERANCE
+    for sees_images in ([False] * 5, [True] * 5):
+        shapes[:] = [replace(shape, sees_images=sees) for shape, sees in zip(own, sees_images, strict=True)]
+        found = teacher_forced(built, [sequence], images=[images])
+        assert worst(found, [oracle.logits[4]]) > 100 * TOLERANCE, "the control did not fail"
 
 
 @pytest.mark.parametrize("oracle", ["qwen3_vl_moe"], indirect=True, scope="module")

@@ -12,7 +12,7 @@ from server.api.images import ImagePart, PromptImages, encode_images, image_part
 from server.api.schemas import Message
 from server.api.template_messages import template_messages, text_of
 from server.front.errors import ApiError
-from server.front.images.encoder import EncodedImage, EncoderCounts
+from server.front.images.encoder import EncodedImage, EncoderCounts, ImageTokens
 from server.front.images.input import ImageInput
 from tests.support.service.front_process import FrontProcess
 
@@ -44,18 +44,21 @@ class Rows:
 
     async def encode(self, content: bytes, _where: str) -> EncodedImage:
         times = dict.fromkeys(("decode_s", "process_s", "tower_s"), 0.0)
-        size = {"num_rows": len(content), "num_bytes": 0, "height": 1, "width": len(content), "line": 0}
+        size = {"num_rows": len(content), "num_bytes": 0, "height": 1, "width": len(content)}
+        size |= {"part": 0, "columns": 1}
         return EncodedImage(os.memfd_create("rows"), content.hex(), {**size, **times})
 
 
-def seen(prompt_ids: Sequence[int], urls: Sequence[str], most: int = 4) -> tuple[list[int], PromptImages]:
+def seen(
+    prompt_ids: Sequence[int], urls: Sequence[str], most: int = 4, *, most_rows: int = 0
+) -> tuple[list[int], PromptImages]:
     """See images at these URLs."""
     parts = [ImagePart(f"messages.0.content.{number}", url) for number, url in enumerate(urls)]
 
     async def read_file(file_id: str, _where: str) -> bytes:
         return file_id.encode()
 
-    taken = ImageInput(MARK, most, Sources(), Rows(), read_file)  # type: ignore[arg-type]
+    taken = ImageInput(ImageTokens(MARK, MARK), most, Sources(), Rows(), lambda: most_rows, read_file)  # type: ignore[arg-type]
     return asyncio.run(encode_images(prompt_ids, parts, taken))
 
 
@@ -65,6 +68,13 @@ def test_each_image_gets_one_token_per_row_in_order() -> None:
     assert [(image.start, image.length) for image in images.ranges] == [(1, 2), (4, 1), (5, 3)]
     assert [image.digest for image in images.ranges] == [b"ab".hex(), b"c".hex(), b"def".hex()]
     assert [image.path for image in images.ranges] == [file.path for file in images.files]
+
+
+def test_an_image_that_one_step_cannot_run_is_refused_if_it_must_stay_whole() -> None:
+    assert len(seen([MARK, MARK], ["ab", "abc"], most_rows=3)[0]) == 5
+    with pytest.raises(ApiError, match=r"the image has 4 tokens.*a step has at most 3") as caught:
+        seen([MARK, MARK], ["ab", "abcd"], most_rows=3)
+    assert caught.value.status == 400 and caught.value.param == "messages.0.content.1"
 
 
 @pytest.mark.parametrize(

@@ -199,7 +199,8 @@ class PlannedRank:
 
     def _check_budgets(self, batch: StepBatch, prefill_budget: int | None) -> None:
         assert batch.num_tokens == sum(item.num_tokens for item in batch.items) <= self.max_num_batched_tokens
-        assert prefill_budget is None or batch.num_prefill_tokens <= prefill_budget
+        exceeds = prefill_budget is not None and batch.num_prefill_tokens > prefill_budget
+        assert not exceeds or (prefill_budget and self.scheduler._keeps_images_whole)
         assert len({id(item.sequence) for item in batch.items}) == len(batch.items)
         assert all(item.num_tokens > 0 for item in batch.items)
         assert all(item.samples for item in batch.items[:-1]), "only the last prompt may be left unfinished"

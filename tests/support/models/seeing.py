@@ -6,7 +6,7 @@ Images are random pixels, already in patches, as an image processor returns them
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,12 @@ from tests.support.models.families import VOCABULARY, make_config, seed_special_
 from tests.support.models.tiny_tokenizer import write_tokenizer
 
 LINES = ("mistral3", "mistral_large4")  # a token follows each line of an image
-PLACE, LINE_END = 250, 249  # tokens of a row of an image, and after a line of it
+PLACE = 250  # token of a row of an image
+PART_END, LINE_END, LAST = (
+    248,
+    249,
+    247,
+)  # tokens after a part and after a line of an image, and before its last part
 BEGIN, END = 252, 253  # before an image, and after it
 _TEXT_TOKENS = 240  # others are special
 MERGE = 2  # patches per row, in each direction
@@ -29,9 +34,7 @@ class Picture(NamedTuple):
     """An image as its processor returns it."""
 
     inputs: dict[str, Tensor]
-    height: int  # rows per column
-    width: int  # rows per line
-    has_lines: bool  # a token follows each line
+    token_ids: list[int]  # of its rows, and those between them
 
 
 class SeenPrompt(NamedTuple):
@@ -45,10 +48,16 @@ class SeenPrompt(NamedTuple):
         """Return the inputs of `transformers`' whole model for the prompt, or for these tokens that begin with it."""
         ids = torch.tensor([self.token_ids if token_ids is None else list(token_ids)])
         inputs = {"input_ids": ids}
-        if self.pictures and not self.pictures[0].has_lines:
+        if self.pictures and {"image_grid_thw", "image_position_ids"} & self.pictures[0].inputs.keys():
             inputs["mm_token_type_ids"] = (ids == PLACE).int()
         for name in self.pictures[0].inputs if self.pictures else ():
+            if name == "aspect_ratios":  # only processors use it
+                continue
             parts = [picture.inputs[name] for picture in self.pictures]
+            if "image_position_ids" in self.pictures[0].inputs:
+                most_patches = max(part.shape[1] for part in parts)
+                blank = -1 if name == "image_position_ids" else 0
+                parts = [pad(part, (0, 0, 0, most_patches - part.shape[1]), value=blank) for part in parts]
             if name == "pixel_values" and parts[0].dim() == 4:  # pictures of a batch are padded to one size
                 most = [max(part.shape[dim] for part in parts) for dim in (2, 3)]
                 parts = [
@@ -64,13 +73,13 @@ class SeenPrompt(NamedTuple):
             seen = tower.encode(picture.inputs)
             digest = f"{int(picture.inputs['pixel_values'].double().sum() * 1e6) % 2**64:064x}"
             rows = seen.rows_LND.numpy().copy()
-            assert bool(seen.line) == picture.has_lines
-            if not seen.line:
-                shape = {"height": seen.height, "width": seen.width}
-                found.append(Image(digest, start, rows.shape[1], rows=rows, **shape))
-            for line in range(rows.shape[1] // seen.line if seen.line else 0):
-                first = line * seen.line
-                found.append(Image(digest, start + first + line, seen.line, first, rows=rows))
+            places = [place for place, token in enumerate(picture.token_ids) if token == PLACE]
+            length = seen.part or len(places)
+            assert len(places) == rows.shape[1]
+            for first in range(0, len(places), length):
+                assert places[first + length - 1] == places[first] + length - 1, "a part is consecutive"
+                place = start + places[first]
+                found.append(Image(digest, place, length, first, seen.height, seen.width, rows=rows))
         return found
 
 
@@ -83,6 +92,14 @@ def write_seeing_checkpoint(
     changes = {"depth": 3, "deepstack_visual_indexes": [0, 2]}
     if family in LINES:
         changes = {"num_hidden_layers": 2, "image_size": 14 * 16}
+    if family == "llama4":
+        wide = vision.hidden_size * MERGE**2  # hidden values of the patches that become a row
+        changes = {"num_hidden_layers": 2, "image_size": 14 * 4, "intermediate_size": wide}
+        changes |= dict.fromkeys(("projector_input_dim", "projector_output_dim", "vision_output_dim"), 48)
+    if family == "gemma4":
+        changes = {"num_hidden_layers": 2, "pooling_kernel_size": MERGE, "position_embedding_size": 64}
+        config.text_config.use_bidirectional_attention = "vision"
+        config.boi_token_id, config.eoi_token_id = place + 2, place + 3
     for name, value in changes.items():
         if hasattr(vision, name):
             setattr(vision, name, value)
@@ -106,21 +123,48 @@ def write_seeing_checkpoint(
 
 def draw_picture(height: int, width: int, seed: int, config: PreTrainedConfig) -> Picture:
     """Draw an image of patches for a model."""
-    vision, has_lines = config.vision_config, config.model_type in LINES
-    generator = torch.Generator().manual_seed(seed)
-    if has_lines:
+    vision, generator = config.vision_config, torch.Generator().manual_seed(seed)
+    lines, columns = height // MERGE, width // MERGE
+    if config.model_type == "llama4":
+        return _draw_tiles(lines // 2, columns // 2, vision.image_size, generator)
+    if config.model_type == "gemma4":
+        return _draw_padded(height, width, vision.patch_size, generator)
+    if config.model_type in LINES:
         size = height * vision.patch_size, width * vision.patch_size
         inputs = {
             "pixel_values": torch.randn(1, 3, *size, generator=generator),
             "image_sizes": torch.tensor([size]),
         }
-    else:
-        values = vision.temporal_patch_size * 3 * vision.patch_size**2
-        inputs = {
-            "pixel_values": torch.randn(height * width, values, generator=generator),
-            "image_grid_thw": torch.tensor([[1, height, width]]),
-        }
-    return Picture(inputs, height // MERGE, width // MERGE, has_lines)
+        line = [PLACE] * columns + [LINE_END]
+        return Picture(inputs, (line * lines)[:-1])  # END takes the place of the last one
+    values = vision.temporal_patch_size * 3 * vision.patch_size**2
+    inputs = {
+        "pixel_values": torch.randn(height * width, values, generator=generator),
+        "image_grid_thw": torch.tensor([[1, height, width]]),
+    }
+    return Picture(inputs, [PLACE] * lines * columns)
+
+
+def _draw_padded(height: int, width: int, size: int, generator: torch.Generator) -> Picture:
+    """Draw an image of patches with their places, and padding after them."""
+    count, padding = height * width, 16
+    places = [[place % width, place // width] for place in range(count)] + [[-1, -1]] * padding
+    values = torch.rand(1, count + padding, 3 * size**2, generator=generator)
+    values[0, count:] = 0
+    inputs = {"pixel_values": values, "image_position_ids": torch.tensor([places])}
+    return Picture(inputs, [PLACE] * (count // MERGE**2))
+
+
+def _draw_tiles(lines: int, columns: int, size: int, generator: torch.Generator) -> Picture:
+    """Draw an image of tiles with four rows each. The last one shows the whole image."""
+    num_tiles, tile = lines * columns, [PLACE] * 4
+    num_tiles += num_tiles > 1
+    line = tile + [PART_END, *tile] * (columns - 1) + [LINE_END]
+    inputs = {
+        "pixel_values": torch.randn(num_tiles, 3, size, size, generator=generator),
+        "aspect_ratios": torch.tensor([[lines, columns]]),
+    }
+    return Picture(inputs, line * lines * (num_tiles > 1) + [LAST, *tile])
 
 
 def prompt_of(parts: Sequence[int | Picture], seed: int = 0) -> SeenPrompt:
@@ -132,11 +176,7 @@ def prompt_of(parts: Sequence[int | Picture], seed: int = 0) -> SeenPrompt:
             prompt.token_ids.append(BEGIN)
             prompt.starts.append(len(prompt.token_ids))
             prompt.pictures.append(part)
-            line = [PLACE] * part.width + [LINE_END] * part.has_lines
-            prompt.token_ids.extend(line * part.height)
-            if part.has_lines:
-                prompt.token_ids.pop()  # END takes the place of the last one
-            prompt.token_ids.append(END)
+            prompt.token_ids.extend([*part.token_ids, END])
         else:
             prompt.token_ids.extend(torch.randint(3, _TEXT_TOKENS, (part,), generator=generator).tolist())
     return prompt
@@ -163,11 +203,54 @@ PROCESSOR = {
 }
 
 
+class Shown(NamedTuple):
+    """How the directory of a family describes images."""
+
+    mark: str  # in the chat template, once per image
+    special_tokens: tuple[str, ...]  # ids from 2
+    place: int  # token of a row
+    processor: dict[str, Any]
+
+
+SHOWN = {
+    "gemma4": Shown(
+        "<|image|>",
+        ("<|image|>", "<|video|>", "<|image>", "<image|>"),
+        place=2,
+        processor={
+            "image_processor_type": "Gemma4ImageProcessor",
+            "patch_size": 14,
+            "max_soft_tokens": 70,
+            "pooling_kernel_size": MERGE,
+        },
+    ),
+    "llama4": Shown(
+        "<|image|>",
+        (
+            *("<|image|>", "<|image_start|>", "<|image_end|>", "<|patch|>"),
+            *("<|tile_x_separator|>", "<|tile_y_separator|>"),
+        ),
+        place=5,
+        processor={
+            "image_processor_type": "Llama4ImageProcessorFast",  # as published
+            "size": {"height": 56, "width": 56},
+            "max_patches": 4,
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.5, 0.5, 0.5],
+            "resample": 2,
+        },
+    ),
+}
+_SHOWN_AS_QWEN = Shown("<|vision_start|><|image_pad|><|vision_end|>", SPECIAL_TOKENS, IMAGE_TOKEN, PROCESSOR)
+
+
 def write_seeing_model(directory: Path, family: str = "qwen3_vl_moe") -> PreTrainedModel:
     """Write a model directory that a service can serve with images. Return the oracle."""
-    write_tokenizer(directory, chat_template=SEEING_TEMPLATE, special_tokens=SPECIAL_TOKENS)
+    shown = SHOWN.get(family, _SHOWN_AS_QWEN)
+    template = SEEING_TEMPLATE.replace(_SHOWN_AS_QWEN.mark, shown.mark)
+    write_tokenizer(directory, chat_template=template, special_tokens=shown.special_tokens)
     for name in ("config.json", "generation_config.json"):
         (directory / name).unlink()
-    oracle = write_seeing_checkpoint(family, directory, vocab_size=320, place=IMAGE_TOKEN)
-    (directory / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    oracle = write_seeing_checkpoint(family, directory, vocab_size=320, place=shown.place)
+    (directory / "preprocessor_config.json").write_text(json.dumps(shown.processor))
     return oracle

@@ -12,9 +12,10 @@ import pytest
 
 from kvcache.images import read_rows
 from server.front.errors import ApiError
-from server.front.images.encoder import EncodedImage, Encoder, LineTokens
+from server.front.images.encoder import EncodedImage, Encoder, ImageTokens
 
 TIMEOUT_S = 60.0
+TOKENS = ImageTokens(9, 9)
 WHERE = "messages.0.content.0.image_url.url"
 # Answers with as many rows as the file has bytes. The file's first word chooses what happens; "held" waits for a file `released`.
 FAKE = """
@@ -43,7 +44,7 @@ for line in sys.stdin:
         continue
     rows = np.full((1, len(content), 4), len(content), np.float32)
     write_rows(order["rows"], order["digest"], rows)
-    answer = {"num_rows": len(content), "num_bytes": rows.nbytes, "height": 1, "width": len(content), "line": 0}
+    answer = {"num_rows": len(content), "num_bytes": rows.nbytes, "height": 1, "width": len(content), "part": 0, "columns": 1}
     print(json.dumps({"number": order["number"], **answer, "decode_s": 0, "process_s": 0, "tower_s": 0}), flush=True)
 """
 
@@ -71,7 +72,7 @@ def with_encoder(
 def test_rows_come_back_by_a_path(tmp_path: Path) -> None:
     async def work(encoder: Encoder) -> None:
         image = await encoder.encode(b"one two", WHERE)
-        ids, [placed] = image.placed(5, 9)
+        ids, [placed] = image.placed(5, TOKENS)
         assert ids == [9] * 7
         assert (placed.start, placed.length, placed.height, placed.width) == (5, 7, 1, 7)
         [read] = read_rows([placed], 4)
@@ -81,10 +82,10 @@ def test_rows_come_back_by_a_path(tmp_path: Path) -> None:
 
 
 def test_an_image_with_lines_has_a_range_for_each_and_a_token_after_it() -> None:
-    answer = {"num_rows": 6, "num_bytes": 0, "height": 0, "width": 0, "line": 3}
+    answer = {"num_rows": 6, "num_bytes": 0, "height": 0, "width": 0, "part": 3, "columns": 1}
     times = dict.fromkeys(("decode_s", "process_s", "tower_s"), 0.0)
     image = EncodedImage(os.memfd_create("rows"), "ab" * 32, {**answer, **times})
-    ids, ranges = image.placed(5, 9, LineTokens(7, 8))
+    ids, ranges = image.placed(5, TOKENS._replace(after_line=(7,), after=(8,)))
     assert ids == [9, 9, 9, 7, 9, 9, 9, 8]
     assert [(each.start, each.length, each.first) for each in ranges] == [(5, 3, 0), (9, 3, 3)]
 
@@ -108,7 +109,7 @@ def test_the_cache_is_bounded_and_used_files_outlive_it(tmp_path: Path) -> None:
         await encoder.encode(b"other", WHERE)
         await encoder.encode(b"third", WHERE)
         assert encoder._num_bytes == 160 and len(encoder._cache) == 2
-        assert read_rows(first.placed(0, 9)[1])[0].rows is not None, "a request still holds it"
+        assert read_rows(first.placed(0, TOKENS)[1])[0].rows is not None, "a request still holds it"
         del first
         assert not os.path.exists(path) or "wideep-image-rows" not in os.readlink(path)
         await encoder.encode(b"first", WHERE)

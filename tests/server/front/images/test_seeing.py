@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from server.front.images.seeing import LINE_TOKENS, image_support_of
+from server.front.images.encoder import ImageTokens
+from server.front.images.seeing import image_support_of
 
 CONFIG = {"model_type": "qwen3_vl_moe", "vision_config": {}, "image_token_id": 7}
 
@@ -31,7 +32,7 @@ def pillow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("pillow")
 def test_a_checked_family_takes_images(tmp_path: Path) -> None:
-    assert image_support_of(written(tmp_path, CONFIG)) == (7, "", False)
+    assert image_support_of(written(tmp_path, CONFIG)) == (ImageTokens(7, 7), "", False)
 
 
 @pytest.mark.usefixtures("pillow")
@@ -41,8 +42,7 @@ def test_a_checked_family_takes_images(tmp_path: Path) -> None:
         ({"vision_config": None}, "it has no image tower"),
         ({"model_type": "qwen3_moe", "vision_config": None}, "it has no image tower"),
         ({"model_type": "new_vl_moe"}, "images for models of type new_vl_moe are not supported"),
-        ({"model_type": "gemma4"}, "attend to each other in both directions"),
-        ({"model_type": "llama4"}, "needs torchvision"),
+        ({"model_type": "kimi_k25"}, "needs torchvision"),
         ({"model_type": "ernie4_5_vl_moe"}, "experts for images"),
         ({"image_token_id": None}, "no image_token_id"),
     ],
@@ -55,10 +55,23 @@ def test_other_models_take_no_images(change: dict[str, Any], reason: str, tmp_pa
 def test_a_token_may_have_its_older_name_and_lines(tmp_path: Path) -> None:
     config = {"model_type": "mistral3", "vision_config": {}, "image_token_index": 8}
     directory = written(tmp_path, config)
-    assert image_support_of(directory, LINE_TOKENS) == (8, "", True)
+    found = image_support_of(directory, {"[IMG_BREAK]": 5, "[IMG_END]": 6})
+    assert found == (ImageTokens(8, 8, after_line=(5,), after=(6,)), "", False)
     assert (
-        image_support_of(directory, LINE_TOKENS[:1]).why_not == "its tokenizer lacks [IMG_BREAK] or [IMG_END]"
+        image_support_of(directory, {"[IMG_BREAK]": 5}).why_not
+        == "its tokenizer or config.json lacks [IMG_END]"
     )
+
+
+@pytest.mark.usefixtures("pillow")
+def test_gemma_takes_tokens_of_its_configuration_and_keeps_images_whole(tmp_path: Path) -> None:
+    config = {**CONFIG, "model_type": "gemma4", "boi_token_id": 3, "eoi_token_id": 4}
+    found = image_support_of(written(tmp_path, config))
+    assert found == (ImageTokens(7, 7, before=(3,), after=(4,)), "", False)
+    text = {"use_bidirectional_attention": "vision"}
+    assert image_support_of(written(tmp_path, {**config, "text_config": text})).stays_whole
+    del config["eoi_token_id"]
+    assert "lacks eoi_token_id" in image_support_of(written(tmp_path, config)).why_not
 
 
 @pytest.mark.usefixtures("pillow")
