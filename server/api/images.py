@@ -1,4 +1,4 @@
-"""Images in a chat: find them in the messages, read and encode them, and give each its range of the prompt.
+"""Images of a prompt: find them in the messages, read and encode them, and give each its range of the prompt.
 
 A chat template writes one token for an image. The prompt gets as many as the image has rows, so the length of the context and the
 usage count them before the request is queued.
@@ -81,8 +81,26 @@ def image_parts(contents: Sequence[Any]) -> Iterator[ImagePart]:
                 yield image_part(part, f"messages.{place}.content.{number}")
 
 
+def listed_images(images: Any, field: str) -> list[ImagePart]:
+    """Return the images of a list of parts outside messages.
+
+    Args:
+        field: The list's name in errors.
+
+    Raises:
+        ApiError: 400, naming the part.
+    """
+    if not isinstance(images, list):
+        raise bad_request(f"{field} must be a list of image parts.", field)
+    for number, part in enumerate(images):
+        if not isinstance(part, Mapping) or part.get("type") not in IMAGE_PARTS:
+            where = f"{field}.{number}"
+            raise bad_request(f"{where} must be a part of type {', '.join(IMAGE_PARTS)}.", where)
+    return [image_part(part, f"{field}.{number}") for number, part in enumerate(images)]
+
+
 async def encode_images(
-    prompt_ids: Sequence[int], parts: Sequence[ImagePart], taken: ImageInput
+    prompt_ids: Sequence[int], parts: Sequence[ImagePart], taken: ImageInput, *, param: str = "messages"
 ) -> tuple[list[int], PromptImages]:
     """Read and encode a prompt's images.
 
@@ -90,6 +108,7 @@ async def encode_images(
         prompt_ids: Tokens of the rendered prompt, with one token for each image.
         parts: The images, in order.
         taken: Reads and encodes them.
+        param: Field of the prompt, for errors: messages, or prompt if the client wrote the image tokens.
 
     Returns:
         The tokens with one for each row of the images, and the images at their places.
@@ -103,11 +122,16 @@ async def encode_images(
             parts[taken.most_images].where,
         )
     num_shown = sum(token_id == taken.tokens.shown for token_id in prompt_ids)
+    if num_shown != len(parts) and param == "prompt":
+        raise bad_request(
+            f"prompt has the image token {num_shown} times, but images has {len(parts)} parts; write it once for each.",
+            param,
+        )
     if num_shown != len(parts):
         raise bad_request(
             f"The rendered prompt shows {num_shown} images, but the messages have {len(parts)}: a text contains the image "
             "token, or the chat template does not show images in this role.",
-            "messages",
+            param,
         )
     tasks = [asyncio.ensure_future(_encoded(part, taken)) for part in parts]
     try:

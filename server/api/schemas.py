@@ -212,6 +212,7 @@ class CompletionRequest(SamplingFields):
     logprobs: int | None = Field(None, ge=ALL)  # maximum: --max-logprobs; checked in sampling
     echo: bool | None = None
     add_special_tokens: bool | None = None
+    images: Any = None  # parts as in chats, one for each image token of the prompt; checked in completions
 
     def own(self) -> OwnFields:
         """Return the fields that APIs have in their own way. A prompt that is cut to fit (-1) leaves space for the default."""

@@ -59,7 +59,7 @@ def tokenize_routes(model: ServedModel) -> APIRouter:
 
     @router.post("/tokenize", response_model=None)
     async def tokenize(body: TokenizeRequest) -> Response:
-        """Return the token ids of a prompt or a chat."""
+        """Return the token ids of a prompt or a chat. An image is one token here."""
         model.check_name(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise bad_request("Send either prompt or messages.", "prompt")
@@ -106,4 +106,4 @@ async def _chat_text(body: TokenizeRequest, model: ServedModel) -> str:
             "add_generation_prompt and continue_final_message cannot both be true.", "add_generation_prompt"
         )
     fields = body.model_dump(exclude=_PROMPT_ONLY, exclude_unset=True)
-    return await render_chat(validated(ChatRequest.model_validate, fields), model)
+    return await render_chat(validated(ChatRequest.model_validate, fields), model, takes_images=True)

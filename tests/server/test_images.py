@@ -18,6 +18,7 @@ from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedModel
 pytest.importorskip("PIL", reason="needs Pillow: pip install 'wideep[images]'")
 from PIL import Image
 
+from server.offline import LLM, LLMError, SamplingParams
 from tests.support.models.seeing import IMAGE_TOKEN, MERGE, write_seeing_model
 from tests.support.requests.pictures import data_url, png, png_of
 from tests.support.service.real_service import START_S, RealService
@@ -216,6 +217,57 @@ def test_other_endpoints_give_the_same_answer(service: RealService, pictures: Pa
     body["messages"][0]["content"].insert(0, {"type": "image_url", "image_url": {"url": url}})
     local = service.post("/v1/chat/completions", json=body).json()
     assert local["choices"][0]["message"]["content"] == wanted
+
+
+def test_ollamas_endpoints_give_the_same_answer(service: RealService) -> None:
+    text, picture = "What is this?", data_url(WIDE).partition(",")[2]
+    # Ollama has no ignore_eos: compare the beginning that both have.
+    wanted = chat(service, [WIDE, text], ignore_eos=False)["choices"][0]["message"]["content"]
+    common = {"model": "tiny", "stream": False, "options": {"temperature": 0, "num_predict": STEPS}}
+    message = {"role": "user", "content": text, "images": [picture]}
+    chatted = service.post("/api/chat", json={**common, "messages": [message]}).json()
+    assert chatted["message"]["content"] == wanted
+    generated = service.post("/api/generate", json={**common, "prompt": text, "images": [picture]}).json()
+    assert generated["response"] == wanted
+
+
+def test_lines_of_a_batch_have_pictures(service: RealService, oracle: Oracle) -> None:
+    chats: dict[str, Parts] = {"wide": [WIDE, "the cat"], "tall": ["the mat ", TALL]}
+    lines = [
+        {"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": chat_body(parts)}
+        for name, parts in chats.items()
+    ]
+    content = "\n".join(map(json.dumps, lines)).encode()
+    form = {"data": {"purpose": "batch"}, "files": {"file": ("in.jsonl", content)}}
+    asked = {
+        "input_file_id": service.post("/v1/files", **form).json()["id"],
+        "endpoint": "/v1/chat/completions",
+        "completion_window": "24h",
+    }
+    path = f"/v1/batches/{service.post('/v1/batches', json=asked).json()['id']}"
+    wait_until(lambda: service.get(path).json()["status"] == "completed", service.output, within_s=START_S)
+    output = service.get(f"/v1/files/{service.get(path).json()['output_file_id']}/content").text
+    answers = {
+        entry["custom_id"]: tokens_of(entry["response"]["body"])
+        for entry in map(json.loads, output.splitlines())
+    }
+    assert answers == {name: oracle.answer(parts) for name, parts in chats.items()}
+
+
+def test_the_offline_chat_gives_the_same_answer(
+    model: tuple[Path, Oracle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    chats: list[Parts] = [["A: ", WIDE, "B: ", TALL, "which?"], ["no picture"], [TALL]]
+    params = SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True)
+    with LLM(str(model[0]), kv_cache_memory="16M", data_parallel_size=1, max_model_len=256) as llm:
+        conversations = [[{"role": "user", "content": content_of(parts)}] for parts in chats]
+        results = llm.chat(conversations, params)
+        with pytest.raises(LLMError, match=r"messages\.0\.content\.0: .*not an image of a supported format"):
+            llm.chat([{"role": "user", "content": content_of([b"hello"])}], params)
+    for parts, result in zip(chats, results, strict=True):
+        assert result.outputs[0].token_ids == model[1].answer(parts)
+        assert result.prompt_token_ids == model[1].prompt(parts)["input_ids"][0].tolist()
 
 
 def test_a_picture_from_the_web(service: RealService, oracle: Oracle) -> None:

@@ -118,5 +118,6 @@ class ModelCard:
 
     def _capabilities(self) -> list[str]:
         markup = self.model.markup
+        seeing = ["vision"] if self.model.images is not None else []
         tools = ["tools"] if markup.tools != NONE else []
-        return ["completion", *tools, *(["thinking"] if markup.reasoning != NONE else [])]
+        return ["completion", *seeing, *tools, *(["thinking"] if markup.reasoning != NONE else [])]

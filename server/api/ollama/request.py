@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
+from server.api.images import FIELD
 from server.api.parsers.registry import NONE
 from server.api.schemas import (
     MAX_MESSAGES,
@@ -47,7 +48,7 @@ _UNBOUNDED = (-1, -2)  # values of num_predict: generate to the end of the conte
 _DRAWN_SEED = -1
 _LEVELS = ("low", "medium", "high", "max")
 _UNSERVED = {
-    "images": "this server supports only text; leave it out",
+    "images": "send images in a message",  # /api/generate declares the field
     "suffix": "this server does not insert text before a suffix; leave it out",
     "template": "this server uses the checkpoint's chat template; leave it out, or send the whole prompt with raw=true",
     "context": "send conversations as messages to /api/chat; leave it out",
@@ -103,6 +104,7 @@ class OllamaPrompt(_Body):
     prompt: str | None = None
     system: str | None = None
     raw: bool | None = None
+    images: Any = None  # a list of base64 texts; checked in `_with_images`
 
 
 def served_name(name: str, model: ServedModel) -> str:
@@ -120,7 +122,7 @@ def chat_request(body: OllamaChat, model: ServedModel) -> ChatRequest:
     Raises:
         ApiError: 400 or 404, naming the field.
     """
-    messages = [_message(place, message) for place, message in enumerate(body.messages or ())]
+    messages = [_message(place, message, model) for place, message in enumerate(body.messages or ())]
     fields = {"messages": messages, "tools": body.tools or None} | _shared_fields(body, model)
     return validated(ChatRequest.model_validate, fields | _thinking(body, model))
 
@@ -131,8 +133,9 @@ def prompt_request(body: OllamaPrompt, model: ServedModel) -> ChatRequest:
     Raises:
         ApiError: 400 or 404, naming the field.
     """
-    messages = [{"role": "system", "content": body.system}] if body.system else []
-    messages.append({"role": "user", "content": body.prompt or ""})
+    messages: list[dict[str, Any]] = [{"role": "system", "content": body.system}] if body.system else []
+    content = _with_images(body.prompt or "", body.images, "images", model)
+    messages.append({"role": "user", "content": content})
     fields = {"messages": messages} | _shared_fields(body, model)
     return validated(ChatRequest.model_validate, fields | _thinking(body, model))
 
@@ -143,7 +146,7 @@ def raw_request(body: OllamaPrompt, model: ServedModel) -> CompletionRequest:
     Raises:
         ApiError: 400 or 404, naming the field.
     """
-    for name, value in (("system", body.system), ("think", body.think)):
+    for name, value in (("system", body.system), ("think", body.think), ("images", body.images)):
         if value:
             raise bad_request(f"{name} needs the chat template, but raw=true disables it.", name)
     fields = {"prompt": body.prompt} | _shared_fields(body, model)
@@ -171,15 +174,38 @@ def _shared_fields(body: _Body, model: ServedModel) -> dict[str, Any]:
     }
 
 
-def _message(place: int, message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message in chat's form: reasoning and a tool's name have other keys."""
-    refuse_named(message, {"images": _UNSERVED["images"]}, f"messages.{place}.")
+def _message(place: int, message: dict[str, Any], model: ServedModel) -> dict[str, Any]:
+    """Return a message in chat's form: images are parts, and reasoning and a tool's name have other keys."""
     fields = {name: value for name, value in message.items() if name not in ("images", "thinking")}
+    if message.get("images"):
+        where = f"messages.{place}.images"
+        fields["content"] = _with_images(message.get("content"), message["images"], where, model)
     if message.get("thinking"):
         fields["reasoning_content"] = message["thinking"]
     if message.get("tool_name"):
         fields.setdefault("name", message["tool_name"])
     return fields
+
+
+def _with_images(content: Any, images: Any, where: str, model: ServedModel) -> Any:
+    """Return content with images before it, as in Ollama. Without images, content stays as it is.
+
+    Raises:
+        ApiError: 400 if images are not a list of texts, or the model takes none.
+    """
+    if not images:
+        return content
+    if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
+        raise bad_request(f"{where} must be a list of base64 texts.", where)
+    if model.images is None:
+        raise bad_request(f"{where}: this model supports only text, because {model.why_no_images}.", where)
+    parts: list[Any] = [
+        {"type": "image", "image": f"data:;base64,{image}", FIELD: f"{where}.{number}"}
+        for number, image in enumerate(images)
+    ]
+    if isinstance(content, list):
+        return [*parts, *content]
+    return [*parts, {"type": "text", "text": content}] if content else parts
 
 
 def _sampling(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from scheduler.policy.request import FinishReason
 from server.api.answer_json import CompletionLogprobs, encoded_prompt_logprobs, event, usage_of
+from server.api.images import NO_IMAGES, PromptImages, encode_images, listed_images
 from server.api.prompts import encode_all
 from server.api.sampling import asks_for, count_of
 from server.api.schemas import ALL, MAX_CHOICES, CompletionRequest, refuse_unserved
@@ -70,7 +71,7 @@ async def open_completion(
     """
     refuse_unserved(body)
     structure = await structure_of(body, model)
-    prompts = await encode_prompts(body, model)
+    prompts, images = await _with_images(await encode_prompts(body, model), body, model)
     request_id = f"{kind}-{uuid.uuid4().hex}"
     asks = asks_for(
         body,
@@ -79,9 +80,30 @@ async def open_completion(
         request_id=request_id,
         structure=structure,
         patterns=await stop_patterns_of(body, model),
-        cut_to_fit=cut_to_fit,
+        # A client cannot know how many tokens an image becomes.
+        cut_to_fit=cut_to_fit or bool(images.ranges),
+        images=images,
     )
     return requests.open(request_id, asks)
+
+
+async def _with_images(
+    prompts: list[list[int]], body: CompletionRequest, model: ServedModel
+) -> tuple[list[list[int]], PromptImages]:
+    """Read and encode a request's images. They take the places of the image tokens in its only prompt.
+
+    Raises:
+        ApiError: 400, naming the field.
+    """
+    if not body.images:
+        return prompts, NO_IMAGES
+    parts = listed_images(body.images, "images")
+    if model.images is None:
+        raise bad_request(f"images: this model supports only text, because {model.why_no_images}.", "images")
+    if len(prompts) != 1:
+        raise bad_request(f"prompt has {len(prompts)} prompts; images belong to a single one.", "prompt")
+    prompt_ids, images = await encode_images(prompts[0], parts, model.images, param="prompt")
+    return [prompt_ids], images
 
 
 class CompletionChunks(JsonChunks):

@@ -89,7 +89,8 @@ class LLM:
         """Answer chats with the checkpoint's chat template; otherwise the same as `generate`.
 
         Args:
-            messages: One or several conversations, each a list of {"role": ..., "content": ...}.
+            messages: One or several conversations, each a list of {"role": ..., "content": ...}. Content may have image
+                parts, as in /v1/chat/completions.
             add_generation_prompt: End the prompt at the beginning of the assistant's message.
             continue_final_message: Leave the last message open for continuation; requires
                 add_generation_prompt=False.

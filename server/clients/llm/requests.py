@@ -1,13 +1,15 @@
 """How `LLM` sends prompts to its service: one request per prompt, many at once.
 
 A prompt goes to /v1/completions and returns with its token ids (`return_token_ids`, as in vLLM). A chat is first converted
-to token ids by /tokenize, which renders the template in the same way as the chat endpoint.
+to token ids by /tokenize, which renders the template in the same way as the chat endpoint. Its images follow with the
+token ids.
 """
 
 import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from server.api.images import FIELD, IMAGE_PARTS
 from server.api.openai.batches.bulk_client import BulkClient, for_each
 from server.clients.llm.results import RequestOutput, SamplingParams, output_from
 from server.clients.progress import RequestProgress
@@ -55,7 +57,9 @@ async def complete_all(
 async def _complete(question: Question, client: BulkClient, max_model_len: int) -> RequestOutput:
     prompt, params = question.prompt, question.params
     text = prompt if isinstance(prompt, str) else None
+    images: list[Any] = []
     if isinstance(prompt, dict):
+        images = _images_of(prompt["messages"])
         prompt = await _tokenize(client, prompt, question.place)
         text = (await _ask(client, "/detokenize", {"tokens": prompt}, question.place))["prompt"]
     body = params.body() | {"return_token_ids": True, "return_tokens_as_token_ids": True}
@@ -63,8 +67,21 @@ async def _complete(question: Question, client: BulkClient, max_model_len: int) 
         if isinstance(prompt, str):
             prompt = await _tokenize(client, {"prompt": prompt}, question.place)
         body["max_tokens"] = max(1, max_model_len - len(prompt))  # the service refuses a longer prompt
+    if images:
+        body["images"] = images
     answer = await _ask(client, "/v1/completions", {**body, "prompt": prompt}, question.place)
     return output_from(answer, text, params)
+
+
+def _images_of(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Return the image parts of a chat in order. Each has its place in the chat, for errors."""
+    return [
+        {**part, FIELD: f"messages.{place}.content.{number}"}
+        for place, message in enumerate(messages)
+        if isinstance(content := message.get("content"), list)
+        for number, part in enumerate(content)
+        if isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS
+    ]
 
 
 async def _tokenize(client: BulkClient, asked: Mapping[str, Any], place: int) -> list[int]:

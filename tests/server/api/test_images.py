@@ -170,6 +170,7 @@ def test_a_service_without_a_tower_refuses_images_on_every_endpoint(front: Front
     source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
     block, part = {"type": "image", "source": source}, {"type": "input_image", "image_url": "data:,"}
     for path, body, where in (
+        ("/v1/completions", {"prompt": "x", "images": [IMAGE]}, "images"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": [IMAGE]}]}, WHERE),
         ("/v1/responses", {"input": [{"role": "user", "content": [part]}]}, "input.0.content.0"),
         (

@@ -1,5 +1,6 @@
 """A front with a real encoder process and scripted ranks: what a request with pictures becomes, and what is refused."""
 
+import asyncio
 import os
 import signal
 from collections.abc import Iterator
@@ -12,13 +13,16 @@ pytest.importorskip("PIL", reason="needs Pillow: pip install 'wideep[images]'")
 
 from kvcache.images import read_rows
 from scheduler.policy.request import Request
+from server.api.openai.batches.bulk_client import BulkClient
+from server.clients.llm.requests import LLMError, Question, complete_all
+from server.clients.llm.results import RequestOutput, SamplingParams
 from tests.support.models.seeing import IMAGE_TOKEN, write_seeing_model
 from tests.support.requests.pictures import data_url, png
 from tests.support.service.front_process import FrontProcess
 from tests.support.service.service_processes import wait_until
 
 WIDE, TALL = png(112, 56, 1), png(56, 112, 2)  # 8 rows each
-CHAT = "/v1/chat/completions"
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +97,114 @@ def test_a_bad_picture_is_refused_by_its_part(content: bytes, reason: str, seein
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["param"] == "messages.0.content.1.image_url.url"
     assert reason in error["message"]
+
+
+def base64_of(picture: bytes) -> str:
+    """Return a picture as Ollama's clients send it."""
+    return data_url(picture).partition(",")[2]
+
+
+def ollama(front: FrontProcess, path: str, word: str, **body: Any) -> Request:
+    """Send a request to Ollama's API, and return the request that its rank got."""
+    front.script(word, "fine")
+    answer = front.post(path, json={"model": "tiny", "stream": False, **body})
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["prompt_eval_count"] == len(front.asked(word).prompt_ids)
+    return front.asked(word)
+
+
+def test_ollamas_images_come_before_the_text(seeing: FrontProcess) -> None:
+    wanted = asked(seeing, "ollama as chat", WIDE, TALL)
+    encoded = [base64_of(WIDE), base64_of(TALL)]
+    message = {"role": "user", "content": "ollama own", "images": encoded}
+    chatted = ollama(seeing, "/api/chat", "ollama own", messages=[message])
+    generated = ollama(seeing, "/api/generate", "ollama once", prompt="ollama once", images=encoded)
+    for found in (chatted, generated):
+        assert [image.digest for image in found.images] == [image.digest for image in wanted.images]
+        assert [image.start for image in found.images] == [image.start for image in wanted.images]
+        end = wanted.images[-1].end
+        assert found.prompt_ids[:end] == wanted.prompt_ids[:end]
+    swapped = ollama(seeing, "/api/generate", "ollama swap", prompt="ollama swap", images=encoded[::-1])
+    assert [image.digest for image in swapped.images] == [image.digest for image in wanted.images[::-1]]
+    assert "vision" in seeing.post("/api/show", json={"model": "tiny"}).json()["capabilities"]
+
+
+@pytest.mark.parametrize(
+    ("image", "reason"),
+    [
+        ("", "messages.1.images.0 is an empty image"),
+        ("%%%", "messages.1.images.0 is not valid base64"),
+        (data_url(WIDE), "messages.1.images.0 is not valid base64"),
+        ("aGVsbG8=", "messages.1.images.0: the image cannot be used: it is not an image"),
+    ],
+)
+def test_a_bad_image_of_ollama_is_refused_by_its_place(image: str, reason: str, seeing: FrontProcess) -> None:
+    messages = [{"role": "user", "content": "x"}, {"role": "user", "content": "y", "images": [image]}]
+    answer = seeing.post("/api/chat", json={"model": "tiny", "messages": messages})
+    assert answer.status_code == 400 and answer.json()["error"].startswith(reason), answer.text
+
+
+def image_part(picture: bytes) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": data_url(picture)}}
+
+
+def test_a_completion_takes_one_image_for_each_image_token(seeing: FrontProcess) -> None:
+    wanted = asked(seeing, "as a chat", WIDE, TALL)
+    messages = chat(WIDE, TALL, text="as a prompt")["messages"]
+    rendered = seeing.post("/tokenize", json={"model": "tiny", "messages": messages}).json()["tokens"]
+    assert rendered.count(IMAGE_TOKEN) == 2, "one token for each image"
+    seeing.script("as a prompt", "fine")
+    body = {"model": "tiny", "prompt": rendered, "images": [image_part(WIDE), image_part(TALL)]}
+    answer = seeing.post(COMPLETION, json={**body, "max_tokens": 100_000})
+    assert answer.status_code == 200, answer.text
+    found = seeing.asked("as a prompt")
+    assert [image.digest for image in found.images] == [image.digest for image in wanted.images]
+    assert answer.json()["usage"]["prompt_tokens"] == len(found.prompt_ids) == len(rendered) + 14
+    assert found.params.max_tokens < 100_000, "reduced to the space left in the context"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "reason"),
+    [
+        ({"images": "x"}, "images", "must be a list of image parts"),
+        ({"images": ["x"]}, "images.0", "must be a part of type image_url"),
+        ({"images": [{"type": "text", "text": "x"}]}, "images.0", "must be a part of type image_url"),
+        ({"images": [{"type": "image_url"}]}, "images.0.image_url", "must be a URL"),
+        ({"images": [image_part(b"hello")]}, "images.0.image_url.url", "not an image of a supported format"),
+        ({"images": [image_part(WIDE)] * 2}, "prompt", "has the image token 1 times, but images has 2 parts"),
+        ({"images": [image_part(WIDE)], "prompt": [[1, 2], [3]]}, "prompt", "images belong to a single one"),
+    ],
+)
+def test_images_that_do_not_fit_a_completion_are_refused(
+    fields: dict[str, Any], param: str, reason: str, seeing: FrontProcess
+) -> None:
+    answer = seeing.post(COMPLETION, json={"model": "tiny", "prompt": [5, IMAGE_TOKEN, 6], **fields})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == param and reason in error["message"]
+
+
+def offline(front: FrontProcess, *chats: dict[str, Any], params: SamplingParams) -> list[RequestOutput]:
+    """Have `LLM` answer chats."""
+    questions = [Question(place, {"messages": body["messages"]}, params) for place, body in enumerate(chats)]
+    return asyncio.run(complete_all(questions, BulkClient(front.url, None, concurrency=4), shows_bar=False))
+
+
+def test_the_offline_chat_takes_images(seeing: FrontProcess) -> None:
+    wanted = asked(seeing, "online", WIDE, TALL)
+    seeing.script("offline", "fine")
+    [result] = offline(seeing, chat(WIDE, TALL, text="offline"), params=SamplingParams(max_tokens=None))
+    found = seeing.asked("offline")
+    assert [image.digest for image in found.images] == [image.digest for image in wanted.images]
+    assert [image.start for image in found.images] == [image.start for image in wanted.images]
+    assert result.outputs[0].text == "fine"
+    assert result.prompt_token_ids == list(found.prompt_ids)
+    assert result.prompt is not None and result.prompt.count("<|image_pad|>") == 2
+    assert found.params.max_tokens > 1
+
+
+def test_an_image_that_the_offline_chat_cannot_use_is_named(seeing: FrontProcess) -> None:
+    with pytest.raises(LLMError, match=r"prompt 1: messages\.0\.content\.1: .*not an image of a supported"):
+        offline(seeing, chat(WIDE, text="fine"), chat(WIDE, b"hello", text="x"), params=SamplingParams())
 
 
 def test_a_model_that_sees_lists_images(seeing: FrontProcess) -> None:
