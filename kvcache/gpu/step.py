@@ -163,6 +163,7 @@ class DeviceStep(Step):
         self._expanding: set[PromptShape] = set()
         self._most_pairs = 1 << 62
         self._rows: tuple[Tensor, Tensor] | None = None
+        self._adapters_P: Tensor | None = None
         most_values = (
             7 * padded + 7 * max(padded, max_sequences) + 64 + 2 * self._most_new + 2 * max_sequences
         )
@@ -186,7 +187,9 @@ class DeviceStep(Step):
 
     @property
     def has_fixed_shape(self) -> bool:
-        """Whether the padded size determines all that the step launches, on every rank."""
+        """Whether the padded size determines all that the step launches, on every rank. Rows with adapters launch more."""
+        if self.has_adapters:
+            return False
         if self.prompt_shape is not None:
             return self._has_room
         return self.is_decode_only and (self.agreed_tokens > 0 or not self._is_wide)
@@ -233,7 +236,7 @@ class DeviceStep(Step):
         that work."""
         self._tiles_on_device.clear()
         self._expansions.clear()
-        self._rows = None
+        self._rows = self._adapters_P = None
 
     def inputs(self, token_ids: Sequence[int], rows: Sequence[int], drawn: Drawn | None = None) -> Inputs:
         """Set the tokens of the filled batch, and copy the step to the device, as `Step.inputs`.
@@ -362,6 +365,14 @@ class DeviceStep(Step):
     def long_rows(self, rows: int) -> Tensor | None:
         """Never returns None, so that the step's launches do not depend on long sequences."""
         return self.on_device.is_long_P[:rows].bool()
+
+    def adapters_on_device(self) -> Tensor:
+        """Return the place of each row's adapter, -1 for rows without one and padding: int64 [num_padded]."""
+        if self._adapters_P is None:
+            places = np.full(self.num_padded, -1, np.int64)
+            places[: self.num_tokens] = self.adapter_T[: self.num_tokens].numpy()
+            self._adapters_P = self._upload(places)
+        return self._adapters_P
 
     def idle(self, size: int) -> Inputs:
         """Describe an empty decode step, padded to one of `graph_sizes`, for compilation and capture."""

@@ -6,8 +6,7 @@ depend on the number of ranks, as the result must not. With one rank, programs t
 experts are tried too, bit for bit against those without.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,14 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attention.recurrences import mixers
-from attention.transformers_names import CACHE
 from dispatch.dispatcher import Dispatcher
 from dispatch.wires.local import LocalWire
-from kvcache.paged_cache import BLOCK_TOKENS, LayerShape, PagedCache
-from kvcache.step import Span, Step
+from kvcache.paged_cache import LayerShape, PagedCache
+from kvcache.step import Step
 from moe.adopt.adopt import FOREIGN_ERRORS, Candidate, first_agreeing
 from moe.adopt.norms import epsilon, weight_of
+from moe.adopt.whole import TRIAL_BLOCKS, any_experts, note_products, run_whole
 from moe.cpu.experts import PackedExpertLayer
 from moe.cpu.program.activations import Activations
 from moe.cpu.program.draft import DraftProgram, is_fit
@@ -34,7 +32,6 @@ from moe.mtp.layers import Drafted, Origin, drafting_of
 from moe.text_part import body_of
 
 _TOLERANCE = 1e-4  # for hidden values; sums have another order
-_PROMPT_TOKENS, _DECODE_POSITION = 19, 20
 
 
 class _Call(NamedTuple):
@@ -44,15 +41,6 @@ class _Call(NamedTuple):
     options: dict[str, Any]
     returned: Any
     num_rows: int  # without padding
-
-
-class _AnyExperts:
-    """Replaces a layer of experts; its result depends on rows, choices and weights; local."""
-
-    def run(self, module: Any, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """Scale each row by a sum over its choices and weights."""
-        share_T1 = (weights_TK * (ids_TK + 1)).sum(-1, keepdim=True) / int(module.num_experts)
-        return hidden_TD * share_T1
 
 
 def adopt_layers(net: Any, step: Step, shapes: Sequence[LayerShape]) -> int:
@@ -69,13 +57,13 @@ def adopt_layers(net: Any, step: Step, shapes: Sequence[LayerShape]) -> int:
     found = [(module, parts_of(module, shapes)) for module in mixed]
     layers = [(module, parts) for module, parts in found if parts is not None]
     if step.num_adapters:
-        note_products(net, step, shapes)
+        note_products(net, step, _cache(step, shapes))
     if not layers:
         return 0
     activations = Activations(len(step.token_T))
     adopted = []
     with torch.no_grad():
-        with _any_experts(net):
+        with any_experts(net):
             calls = _run_once(net, [module for module, _ in layers], step, _cache(step, shapes))
             pages = _cache(step, shapes)
             for module, parts in layers:
@@ -90,29 +78,10 @@ def adopt_layers(net: Any, step: Step, shapes: Sequence[LayerShape]) -> int:
     return len(adopted)
 
 
-def note_products(net: Any, step: Step, shapes: Sequence[LayerShape]) -> None:
-    """Run the model's modules once, so that every weight notes whether its products can take adapters. Local; refills the step."""
-    with torch.no_grad(), _any_experts(net):
-        _run(net, step, _cache(step, shapes))
-
-
-@contextmanager
-def _any_experts(net: nn.Module) -> Iterator[None]:
-    modules: list[Any] = [module for module in net.modules() if hasattr(module, "expert_layer")]
-    layers = [module.expert_layer for module in modules]
-    try:
-        for module in modules:
-            module.expert_layer = _AnyExperts()
-        yield
-    finally:
-        for module, layer in zip(modules, layers, strict=True):
-            module.expert_layer = layer
-
-
 def _cache(step: Step, shapes: Sequence[LayerShape]) -> PagedCache:
     """Return pages for the trials. They have no codes: those of nearly equal numbers may differ by a whole step."""
     plain = [replace(shape, codes=None) for shape in shapes]
-    cache = PagedCache(plain, 2 * (_DECODE_POSITION // BLOCK_TOKENS + 1))
+    cache = PagedCache(plain, TRIAL_BLOCKS)
     cache.step = step
     return cache
 
@@ -130,34 +99,12 @@ def _run_once(
 
     hooks = [module.register_forward_hook(note, with_kwargs=True) for module in modules]
     try:
-        _run(net, step, cache)
+        run_whole(net, step, cache)
         _run_drafts(net, step, cache)
     finally:
         for hook in hooks:
             hook.remove()
     return calls
-
-
-def _run(net: Any, step: Step, cache: PagedCache) -> Tensor:
-    """Fill the step with a prompt and, if there is room, a decode, and run it: [1, T, V] logits."""
-    most_sequences, most_blocks = step.block_table_SM.shape
-    most_tokens = most_blocks * BLOCK_TOKENS
-    prompt = min(_PROMPT_TOKENS, most_tokens, step.max_tokens)
-    blocks = min(_DECODE_POSITION // BLOCK_TOKENS + 1, most_blocks)
-    spans = [Span(0, prompt, range(blocks))]
-    if most_sequences > 1 and prompt < step.max_tokens:
-        spans.append(Span(min(_DECODE_POSITION, most_tokens - 1), 1, range(blocks, 2 * blocks)))
-    step.fill(spans)
-    vocabulary = net.get_input_embeddings().weight.shape[0]
-    tokens = torch.randint(vocabulary, (step.num_tokens,), generator=torch.Generator().manual_seed(0))
-    inputs = step.inputs(tokens.tolist(), range(step.num_tokens))
-    output = net(
-        input_ids=inputs.token_T[None], position_ids=step.positions[None],
-        use_cache=not mixers.lightning_modules(net),
-        logits_to_keep=inputs.row_R, pages=cache, **{CACHE: cache},
-    )  # fmt: skip
-    logits: Tensor = output.logits
-    return logits
 
 
 def _run_drafts(net: Any, step: Step, cache: PagedCache) -> list[Drafted]:
@@ -185,7 +132,7 @@ def _adopt_drafts(
     drafting, hidden = drafting_of(net), net.get_input_embeddings().weight.shape[1]
     if drafting is None or not are_fit(net):
         return
-    _run(net, step, pages)
+    run_whole(net, step, pages)
     wanted = _run_drafts(net, step, pages)
     for layer, head in enumerate(drafting.heads):
         blocks = drafting.blocks(layer)
@@ -209,7 +156,7 @@ def _adopt_decoder(
         return
     outputs: list[Any] = []
     hook = decoder.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
-    wanted = _run(net, step, pages).clone()
+    wanted = run_whole(net, step, pages).clone()
     hook.remove()
     parts = [programs[layer] for layer in layers], Norm(weight_of(decoder.norm), eps), step, activations
     program = DecoderProgram(decoder, StepProgram(*parts))
@@ -218,7 +165,7 @@ def _adopt_decoder(
     def gives_the_same(module: Any, forward: Any) -> bool:
         module.forward = forward
         try:
-            is_same = torch.equal(_run(net, step, pages), wanted)
+            is_same = torch.equal(run_whole(net, step, pages), wanted)
         except FOREIGN_ERRORS:
             is_same = False
         if not is_same:

@@ -36,6 +36,7 @@ from moe.adopt.rotary import rotary
 from moe.adopt.routers import Routers
 from moe.adopt.shared import SharedSums
 from moe.adopt.stream import start_streams
+from moe.adopt.whole import TRIAL_BLOCKS, note_products
 from moe.backend import Backend, LoadedModel
 from moe.gpu import compiling, limits
 from moe.gpu import experts as experts_organ
@@ -43,6 +44,8 @@ from moe.gpu.choose import DeviceLoadCounts
 from moe.gpu.device_weight import DeviceWeight, OneGroup, try_products
 from moe.gpu.experts import DeviceExpertLayer
 from moe.gpu.gate import silu_gate
+from moe.gpu.lora.adapted import AdaptedRows, DeviceExpertAdapters
+from moe.gpu.lora.low_rank import RANKS, launch_without_rows
 from moe.gpu.norm import add_rms_norm, rms_norm
 from moe.gpu.products import fp8
 from moe.gpu.products.library_products import LibraryProducts
@@ -67,6 +70,7 @@ class GpuDevice:
         compiler: Backend of torch.compile for the code between the organs; "" disables it.
         activation_dtype: Whether rows are quantised for FP8 weights if the checkpoint does so: auto (on GPUs with FP8
             units), fp8 (refuses other GPUs and checkpoints) or bf16 (never).
+        has_adapters: The model takes LoRA adapters. Rows are then not quantised by default.
     """
 
     device: torch.device
@@ -74,25 +78,32 @@ class GpuDevice:
     is_invariant: bool = False
     compiler: str = ""
     activation_dtype: str = "auto"
+    has_adapters: bool = False
 
     @property
     def fp8_rows(self) -> bool:
         """Whether rows are quantised if the checkpoint does so. The interpreter does it on request only."""
         is_chosen = self.activation_dtype == "fp8" or (
-            self.activation_dtype == "auto" and self.device.type == "cuda"
+            self.activation_dtype == "auto" and self.device.type == "cuda" and not self.has_adapters
         )
         return is_chosen and fp8.why_no_fp8(self.device) is None
 
 
 def open_backend(
-    device: str, dtype: str, *, is_invariant: bool = False, compiler: str = "", activation_dtype: str = "auto"
+    device: str,
+    dtype: str,
+    *,
+    is_invariant: bool = False,
+    compiler: str = "",
+    activation_dtype: str = "auto",
+    has_adapters: bool = False,
 ) -> Backend:
     """Return the backend of `cuda`, `cuda:1` or `interpreter`.
 
     Args:
         dtype: auto, bfloat16 or float32. auto is bfloat16 on a GPU and float32 in the interpreter, which rounds
             bfloat16 wrongly.
-        is_invariant, compiler, activation_dtype: See `GpuDevice`.
+        is_invariant, compiler, activation_dtype, has_adapters: See `GpuDevice`.
     """
     if device == "interpreter":
         place, default = torch.device("cpu"), torch.float32
@@ -101,7 +112,8 @@ def open_backend(
         torch.cuda.set_device(place)  # the device for kernel launches
     chosen = {"auto": default, "bfloat16": torch.bfloat16, "float32": torch.float32}[dtype]
     on = GpuDevice(
-        device=place, dtype=chosen, is_invariant=is_invariant, compiler=compiler, activation_dtype=activation_dtype
+        device=place, dtype=chosen, is_invariant=is_invariant, compiler=compiler, activation_dtype=activation_dtype,
+        has_adapters=has_adapters,
     )  # fmt: skip
     return backend_on(on)
 
@@ -145,6 +157,9 @@ def _why_unserved(
         problem = problem or f"keys and values for --kv-cache-dtype fp8, which needs {needed}: use int8"
     keeps_more = any(shape.state or shape.index_dim for shape in shapes)
     keeps_more = keeps_more or bool(scaled_experts.blocks(net))
+    if on.has_adapters:
+        is_latent = any(shape.latent for shape in shapes)
+        problem = problem or _why_no_adapters(on, keeps_more=keeps_more or is_latent)
     if on.compiler and (keeps_more or long_rotary.limit_of(net.config) is not None):
         what = "recurrent layers, a sparse index, longrope or experts with scaled inputs"
         problem = problem or f"{what}, which --enable-torch-compile does not support: remove it"
@@ -154,6 +169,17 @@ def _why_unserved(
     if on.compiler and not compiling.decoder_layers(net):
         problem = problem or "no decoder layers that torch.compile can compile (--enable-torch-compile)"
     return problem
+
+
+def _why_no_adapters(on: GpuDevice, *, keeps_more: bool) -> str | None:
+    if keeps_more:
+        what = "recurrent layers, cached latents, a sparse index or experts with scaled inputs"
+        return f"{what}, which --enable-lora does not support on GPUs: use --device cpu, or merge an adapter into the weights"
+    if on.compiler:
+        return "no compiled form with adapters: use --enable-lora without --enable-torch-compile"
+    if on.activation_dtype == "fp8":
+        return "no FP8 activations with adapters: use --enable-lora with --activation-dtype auto"
+    return None
 
 
 def _why_no_fp8_rows(on: GpuDevice, quantisation: Quantisation | None) -> str | None:
@@ -173,14 +199,18 @@ def _keep_with(on: GpuDevice, step: Step, loader: Loader) -> Keep:
     """Move every weight to the device, in the type that the model declared, or quantised."""
     assert isinstance(step, DeviceStep), "a step of another backend"
     products = LibraryProducts(step.sizes, step.max_rows)
-    group = OneGroup(on.device, is_invariant=on.is_invariant, fp8_rows=on.fp8_rows, products=products)
+    adapted = AdaptedRows(step) if step.num_adapters else None
+    group = OneGroup(
+        on.device, is_invariant=on.is_invariant, fp8_rows=on.fp8_rows, products=products, adapted=adapted
+    )
+    is_kept = on.is_invariant or adapted is not None
 
     def keep(name: str, tensor: Weight, declared: Tensor) -> Tensor | nn.Parameter:
         is_matrix = (
             name.endswith(".weight") and len(tensor.shape) == 2 and not name.endswith(latents.ABSORBED)
         )
         tensor = loader.stored(name, tensor) if is_matrix else tensor
-        if is_matrix and (on.is_invariant or isinstance(tensor, QuantisedWeight)):
+        if is_matrix and (is_kept or isinstance(tensor, QuantisedWeight)):
             group.weights.append(DeviceWeight(tensor, group, declared.dtype, on.device))
             return group.weights[-1]
         if isinstance(tensor, QuantisedWeight):
@@ -201,6 +231,9 @@ def _open_layer(
     step: Step,
 ) -> DeviceExpertLayer:
     assert isinstance(step, DeviceStep), "a step of another backend"
+    gate, adapters = gate_of(module), None
+    if step.num_adapters:
+        adapters = DeviceExpertAdapters(len(up.places_S), gate, step)
     return DeviceExpertLayer(
         up,
         down,
@@ -209,8 +242,9 @@ def _open_layer(
         dispatcher,
         step,
         workspace=workspace,
-        gate=gate_of(module),
+        gate=gate,
         dtype=on.dtype,
+        adapters=adapters,
     )
 
 
@@ -228,7 +262,7 @@ def _make_cache(
     return cache
 
 
-def _finish(on: GpuDevice, net: PreTrainedModel, step: Step, _shapes: list[LayerShape]) -> None:
+def _finish(on: GpuDevice, net: PreTrainedModel, step: Step, shapes: list[LayerShape]) -> None:
     """Move buffers to the device, adopt the kernels' forms of modules, and avoid expanding latents twice."""
     net.to(on.device)
     rows, make_cache = SampleRows(on.dtype, on.device), partial(_make_cache, on)
@@ -241,6 +275,8 @@ def _finish(on: GpuDevice, net: PreTrainedModel, step: Step, _shapes: list[Layer
         adopt(net.modules(), (attention, rotary, GatedMlps(silu_gate)), rows)  # after the norms of heads
         start_streams(compiling.decoder_layers(net))
         try_products(net)
+        if step.num_adapters:
+            note_products(net, step, _make_cache(on, shapes, TRIAL_BLOCKS, 0, step))
         return
     adopt(compiling.outside_layers(net), (Norms(rms_norm),), rows)
     adopt(net.modules(), (Routers(compiling.route, route),), rows)
@@ -289,10 +325,22 @@ def warm_up(
         for layer in model.layers:
             assert isinstance(layer, DeviceExpertLayer), "a layer of another backend"
             layer.launch_tiles()
+        if step.num_adapters:
+            launch_without_rows(_adapted_sizes(model), on.dtype, on.device)
     report(len(tried) + 1, len(tried) + 1)
     model.load_counts.clear()
     for layer in model.layers:
         layer.sample_TD = None
+
+
+def _adapted_sizes(model: LoadedModel) -> set[tuple[int, int]]:
+    """Return the inputs and outputs of the matrices that take adapters."""
+    held = [getattr(module, "weight", None) for module in model.net.modules()]
+    weights = [each for each in held if isinstance(each, DeviceWeight)]
+    experts: list[Any] = [slots for layer in model.layers for slots in (layer.up, layer.down)]
+    # An embedding has only the product with B.
+    embedded = {(RANKS, each.in_dim) for each in weights}
+    return {(each.in_dim, each.out_dim) for each in (*weights, *experts)} | embedded
 
 
 def _try_out(on: GpuDevice, model: LoadedModel, cache: PagedCache, inputs: Inputs) -> None:

@@ -24,6 +24,7 @@ from moe.adopt.gates import Gate
 from moe.backend import serve_experts
 from moe.expert_weights import grown_sample
 from moe.gpu.choose import DeviceLayerCounts, DeviceSlotChoice
+from moe.gpu.lora.adapted import AdaptedPairs, DeviceExpertAdapters
 from moe.gpu.products import fp8
 from moe.gpu.products.fp8 import multiply_rows
 from moe.gpu.products.tiles import MANY_ROWS
@@ -65,6 +66,7 @@ class DeviceExpertLayer:
     # The next run adds these rows, and computes them while its own travel.
     adds: Callable[[], Tensor] | None = None
     workspace: Workspace | None = None  # for decoded weights; runs of all layers share it, on one stream
+    adapters: DeviceExpertAdapters | None = None  # None if the model takes no adapters
     _on_device: DeviceSlotChoice = field(init=False)
 
     def __post_init__(self) -> None:
@@ -103,6 +105,7 @@ class DeviceExpertLayer:
             sent.handle.num_pairs,
             expected,
             None if self._is_fixed else self.workspace,
+            None if self.adapters is None else self.adapters.pairs(sent.row_P, sent.slot_offsets),
         )
         if isinstance(self.dispatcher, DeviceDispatcher):
             return self.dispatcher.combine(y_PD, weights_TK.contiguous(), sent, added_TH=shared.rows_TD)
@@ -120,22 +123,38 @@ class DeviceExpertLayer:
         num_pairs: int,
         expected_pairs: int | None = None,
         workspace: Workspace | None = None,
+        adapted: AdaptedPairs | None = None,
     ) -> Tensor:
-        """Apply slots' experts to their pairs; local. Returns [P, D]; rows without a pair are undefined."""
+        """Apply slots' experts to their pairs; local. Returns [P, D]; rows without a pair are undefined.
+
+        Args:
+            adapted: The pairs with adapters.
+        """
         raised_PN = multiply_rows(
             x_TD, up.store.weights, slot_offsets, up.places_S, num_pairs=num_pairs, expected_pairs=expected_pairs,
             rows_P=row_P, gate=self.gate.name, biases_WN=up.store.bias, feeds=down.store.weights, workspace=workspace,
         )  # fmt: skip
-        lowered_PI = (
-            gates.apply(module, raised_PN)
-            if isinstance(raised_PN, Tensor) and self.gate.name == "none"
-            else raised_PN
-        )
+        lowered_PI = raised_PN
+        if adapted is not None:
+            assert isinstance(raised_PN, Tensor), "a model that takes adapters does not quantise rows"
+            both_PN, has_gate = raised_PN, self.gate.name != "none"
+            if has_gate:
+                found = multiply_rows(
+                    x_TD, up.store.weights, slot_offsets, up.places_S, num_pairs=num_pairs, expected_pairs=expected_pairs,
+                    rows_P=row_P, biases_WN=up.store.bias, workspace=workspace,
+                )  # fmt: skip
+                assert isinstance(found, Tensor), "without a gate, outputs are not quantised"
+                both_PN = found
+            lowered_PI = adapted.lowered(module, x_TD, both_PN, raised_PN if has_gate else None)
+        elif isinstance(raised_PN, Tensor) and self.gate.name == "none":
+            lowered_PI = gates.apply(module, raised_PN)
         answers_PD = multiply_rows(
             lowered_PI, down.store.weights, slot_offsets, down.places_S, num_pairs=num_pairs,
             expected_pairs=expected_pairs, biases_WN=down.store.bias, workspace=workspace,
         )  # fmt: skip
         assert isinstance(answers_PD, Tensor), "answers are not quantised"
+        if adapted is not None and isinstance(lowered_PI, Tensor):
+            adapted.add_down(lowered_PI, answers_PD)
         return (
             module.post_expert_norm(answers_PD)
             if getattr(module, "has_post_expert_norm", False)

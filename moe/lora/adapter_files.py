@@ -16,7 +16,7 @@ Legend: E experts, R rank, K input features, N output features.
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -100,14 +100,17 @@ class AdapterFiles:
         return max(each.rank for each in self.products)
 
 
-def read_adapter(directory: Path, *, max_rank: int | None = None) -> AdapterFiles:
+def read_adapter(
+    directory: Path, *, max_rank: int | None = None, modules: Collection[str] = ()
+) -> AdapterFiles:
     """Read an adapter's configuration and the header of its tensors, and compute its digest.
 
     Args:
         max_rank: Largest rank to accept. None disables the limit.
+        modules: Last parts of the names of modules that it may adapt; `experts` are the routed ones. Empty means all.
 
     Raises:
-        AdapterError: The adapter is not supported, incomplete or above the limit.
+        AdapterError: The adapter is not supported, incomplete, above the limit, or adapts another module.
     """
     config = read_config(directory)
     stored = _read_header(directory / WEIGHTS_NAME)
@@ -125,6 +128,11 @@ def read_adapter(directory: Path, *, max_rank: int | None = None) -> AdapterFile
         largest = max(products, key=lambda each: each.rank)
         raise AdapterError(
             f"{directory}: the rank of {largest.name} is {largest.rank}, above the limit of {max_rank} (--max-lora-rank)"
+        )
+    other = next((each for each in products if each.module.rpartition(".")[2] not in modules), None)
+    if modules and other is not None:
+        raise AdapterError(
+            f"{directory} adapts {other.name}; --lora-target-modules allows only {', '.join(modules)}"
         )
     return found
 

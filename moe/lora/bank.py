@@ -17,7 +17,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from attention.cpu.latents import AbsorbedWeight
 from attention.cpu.tiles import LANES
 from moe.backend import ExpertLayer
-from moe.cpu.weights.packed_weight import PackedWeight
 from moe.expert_weights import Held
 from moe.lora.adapter_config import AdapterError
 from moe.lora.adapter_files import read_adapter
@@ -34,6 +33,27 @@ from moe.lora.tables import Factors, FactorTable
 from moe.lora.targets import LayerExperts, Targets, WeightShape
 
 _COPY = ".base_layer"
+
+
+class AdaptedWeight(Protocol):
+    """A weight [N, K] with tables for adapters: `moe.cpu.weights.packed_weight`, `moe.gpu.device_weight`."""
+
+    out_dim: int  # N
+    in_dim: int  # K
+    adapters: FactorTable | None  # of its products; None if the model takes no adapters
+    embedded_adapters: FactorTable | None  # of its rows as an embedding
+    is_head: bool  # the output projection, which gets the step's `projected_R`
+
+    @property
+    def takes_rows(self) -> bool:
+        """Whether its products were seen with rows of a step."""
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether it is stored as codes."""
+
+    def plain(self) -> Tensor:
+        """Return its values."""
 
 
 class _AdaptedLayer(NamedTuple):
@@ -255,7 +275,7 @@ class AdapterBank:
         """Return the values of the base weight that a tensor of an adapter's file copies."""
         path = name.removeprefix("base_model.model.").removesuffix(".weight").removesuffix(_COPY)
         of_kind = self._weights if path in self._weights else self._embeddings
-        return of_kind[path].plain() if path in of_kind else None
+        return of_kind[path].plain().float().cpu() if path in of_kind else None
 
 
 def _table(table: FactorTable | None) -> FactorTable:
@@ -263,14 +283,14 @@ def _table(table: FactorTable | None) -> FactorTable:
     return table
 
 
-def _adapted_weights(net: Any) -> tuple[dict[str, PackedWeight], dict[str, PackedWeight]]:
+def _adapted_weights(net: Any) -> tuple[dict[str, AdaptedWeight], dict[str, AdaptedWeight]]:
     """Return the weights of linear layers and of embeddings, by path."""
     head = net.get_output_embeddings()
-    weights: dict[str, PackedWeight] = {}
-    embeddings: dict[str, PackedWeight] = {}
+    weights: dict[str, AdaptedWeight] = {}
+    embeddings: dict[str, AdaptedWeight] = {}
     for path, module in net.named_modules():
-        weight = getattr(module, "weight", None)
-        if not isinstance(weight, PackedWeight):
+        weight: Any = getattr(module, "weight", None)
+        if getattr(weight, "adapters", None) is None:
             continue
         if isinstance(module, nn.Embedding):
             embeddings[path] = weight
@@ -286,7 +306,7 @@ def _absorbed_shape(weight: AbsorbedWeight) -> WeightShape:
 
 
 def _targets(
-    weights: Mapping[str, PackedWeight], embeddings: Mapping[str, PackedWeight], absorbed: Mapping[str, Any],
+    weights: Mapping[str, AdaptedWeight], embeddings: Mapping[str, AdaptedWeight], absorbed: Mapping[str, Any],
     experts: Mapping[str, Any], layers: Sequence[ExpertLayer],
 ) -> Targets:  # fmt: skip
     takes = {path for path, weight in weights.items() if weight.takes_rows or weight.is_head}
@@ -298,7 +318,7 @@ def _targets(
         embeddings={
             path: WeightShape(weight.out_dim, weight.in_dim)
             for path, weight in embeddings.items()
-            if weight.scales is None
+            if not weight.is_quantised
         },
         experts={
             path: LayerExperts(

@@ -7,6 +7,7 @@ factors alive.
 Legend: K input features, N output features, R rank (rounded up to W, a multiple of a vector), P places, S slots.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -80,13 +81,16 @@ class ExpertAdapters:
         up, down: Tables of both products. They are replaced if the number of slots changes.
     """
 
-    def __init__(self, num_places: int, num_slots: int) -> None:
-        self.num_places = num_places
+    def __init__(
+        self, num_places: int, num_slots: int, make_table: Callable[[int], FactorTable] = FactorTable
+    ) -> None:
+        """`make_table` returns an empty table with a number of entries."""
+        self.num_places, self._make_table = num_places, make_table
         self._open(num_slots)
 
     def _open(self, num_slots: int) -> None:
         self.num_slots = num_slots
-        self.up, self.down = (FactorTable(self.num_places * num_slots) for _ in range(2))
+        self.up, self.down = (self._make_table(self.num_places * num_slots) for _ in range(2))
 
     def resize(self, num_slots: int) -> bool:
         """Empty the tables for another number of slots. Returns whether it changed."""

@@ -37,9 +37,14 @@ def why_no_fp8_rows(activation_dtype: str) -> str | None:
     return None
 
 
-def why_no_adapters(device: str) -> str:
-    """Return why LoRA adapters are unavailable on a device other than a CPU."""
-    return f"--enable-lora is not implemented on {device}; serve adapters with --device cpu, or merge one into the weights"
+def why_no_adapters(device: str, num_ranks: int) -> str | None:
+    """Return why LoRA adapters are unavailable for a group of ranks, or None if they are available."""
+    if device == "cpu" or num_ranks == 1:
+        return None
+    return (
+        f"--enable-lora is not implemented between GPUs, and {num_ranks} ranks share the experts; use one GPU, serve adapters "
+        "with --device cpu, or merge one into the weights"
+    )
 
 
 def why_no_nodes(node_size: int) -> str:

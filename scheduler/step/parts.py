@@ -53,8 +53,8 @@ def backend_of(config: EngineConfig) -> Backend:
     Raises:
         ConfigError: The device is unknown, or does not support a setting.
     """
-    if config.enable_lora and config.device != "cpu":
-        raise ConfigError(why_no_adapters(config.device))
+    if config.enable_lora and (problem := why_no_adapters(config.device, config.world_size)):
+        raise ConfigError(problem)
     if config.device == "cpu":
         if problem := why_no_fp8_rows(config.activation_dtype):
             raise ConfigError(problem)
@@ -70,6 +70,7 @@ def backend_of(config: EngineConfig) -> Backend:
         is_invariant=config.batch_invariant,
         compiler=config.compiler if config.enable_torch_compile else "",
         activation_dtype=config.activation_dtype,
+        has_adapters=config.enable_lora,
     )
     return backend
 

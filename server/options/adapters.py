@@ -1,4 +1,4 @@
-"""The adapters that a command line names: NAME=PATH, or vLLM's and SGLang's JSON."""
+"""Read flags about adapters: NAME=PATH or the JSON of vLLM and SGLang, and the modules that adapters may change."""
 
 import json
 from typing import Any
@@ -23,6 +23,23 @@ def read_modules(name: str, given: Any) -> tuple[str, ...]:
             raise OptionsError(f"{name} has the name {named!r} twice; give every adapter its own name")
         modules[named] = path
     return tuple(f"{named}={path}" for named, path in modules.items())
+
+
+def read_targets(name: str, given: Any) -> tuple[str, ...]:
+    """Read the names of modules. Returns () for all of them, which SGLang calls `all`.
+
+    Raises:
+        OptionsError: A value is not the last part of a module's name.
+    """
+    words = tuple(dict.fromkeys(texts(name, given)))
+    if words == ("all",):
+        return ()
+    for word in words:
+        if not word.isidentifier() or word == "all":
+            raise OptionsError(
+                f"{name} is {word!r}; give the last parts of modules' names, such as q_proj or experts, or only `all`"
+            )
+    return words
 
 
 def modules_of(words: tuple[str, ...]) -> dict[str, str]:

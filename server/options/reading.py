@@ -17,7 +17,7 @@ from typing import Any, get_args
 
 import yaml
 
-from scheduler.policy.config import EngineSettings, why_no_adapters
+from scheduler.policy.config import EngineSettings
 from server.options.adapters import modules_of
 from server.options.checks import check_certificate, check_traces
 from server.options.flag import OptionsError, add_flags, words_of
@@ -368,12 +368,14 @@ def _check_tiers(engine: EngineSettings) -> None:
 def _check_adapters(options: Options) -> None:
     engine = options.engine
     if not engine.enable_lora:
-        if options.lora_modules or options.lora_dir is not None:
-            flag = "--lora-modules" if options.lora_modules else "--lora-dir"
-            raise OptionsError(f"{flag} needs --enable-lora")
+        for flag, is_given in (
+            ("--lora-modules", options.lora_modules),
+            ("--lora-dir", options.lora_dir is not None),
+            ("--lora-target-modules", options.lora_target_modules),
+        ):
+            if is_given:
+                raise OptionsError(f"{flag} needs --enable-lora")
         return
-    if options.device == "cuda":  # "auto" is checked when the device is known
-        raise OptionsError(why_no_adapters(options.device))
     if engine.max_cpu_loras is not None and engine.max_cpu_loras < engine.max_loras:
         raise OptionsError(
             f"--max-cpu-loras is {engine.max_cpu_loras}; it must be at least --max-loras ({engine.max_loras})"

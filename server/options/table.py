@@ -19,7 +19,7 @@ from dispatch.wires.availability import BACKENDS
 from expert_placement.config import EplbConfig, EplbConfigError, parse_eplb_config
 from scheduler.policy.config import DispatchMode, EngineSettings
 from scheduler.policy.speculative import SpeculativeConfig, SpeculativeConfigError, parse_speculative_config
-from server.options.adapters import read_modules
+from server.options.adapters import read_modules, read_targets
 from server.options.checkpoint import MODEL, STORED_METHODS, CheckpointOptions
 from server.options.checks import check_key, read_cluster_key, read_keys
 from server.options.flag import (
@@ -664,7 +664,7 @@ class Options:
 
     engine_enable_lora = row(switch(
         ADAPTERS, "--enable-lora",
-        help="serve LoRA adapters in PEFT's format on attention, MLPs, routers and experts; CPU only (docs/adapters.md)",
+        help="serve LoRA adapters in PEFT's format on attention, MLPs, routers and experts, on CPUs or one GPU (docs/adapters.md)",
     ))  # fmt: skip
     lora_modules: tuple[str, ...] = flag(
         ADAPTERS, "--lora-modules", read=read_modules, metavar="NAME=PATH", action="extend", nargs="+", default=(),
@@ -673,6 +673,11 @@ class Options:
     lora_dir: str | None = flag(
         ADAPTERS, "--lora-dir", read=_directory, metavar="DIR", default_text="none",
         help="folder with an adapter in each subfolder; new ones are loaded under the name of their subfolder, and changed ones again",
+    )  # fmt: skip
+    lora_target_modules: tuple[str, ...] = flag(
+        ADAPTERS, "--lora-target-modules", read=read_targets, metavar="MODULE", action="extend", nargs="+", default=(),
+        default_text="all", help="modules that adapters may change, by the last part of their names, e.g. q_proj or experts; "
+        "adapters on others are refused",
     )  # fmt: skip
     engine_max_loras = row(flag(
         ADAPTERS, "--max-loras", read=whole(1, 128), metavar="N",

@@ -18,6 +18,7 @@ from server.machine.report import count
 from server.options.pools import in_words
 from server.options.reading import API_KEY_VARIABLE
 from server.options.table import Options
+from server.serve.preflight.adapter_room import rank_adapter_bytes
 from server.serve.preflight.memory import rank_bytes
 from server.serve.preflight.model import read_config
 from server.serve.preflight.probe import Capacity, reachable_host
@@ -177,6 +178,7 @@ def _decisions(
         row("rebalancing", "on" if options.enable_eplb else "off", "enable_eplb", "eplb_config"),
         row("dispatch", str(facts.get("dispatch", "")), "all2all_backend", "dispatch_mode", "dispatch_dtype"),
         row("weights", f"{_weights(options, facts)}, {_size(rank_bytes(options, pools[0].num_ranks))} per rank", "dtype", "quantization"),
+        row("adapters", _adapters(options, pools[0].num_ranks), "max_cpu_loras", "max_loras", "max_lora_rank", "lora_target_modules"),
         row("KV cache", f"{capacity.kv_tokens:,} tokens{kv_bytes}" if capacity else "", "kv_cache_bytes", "gpu_memory_utilization", "kv_cache_dtype"),
         row("KV tiers", _tiers(options), "kv_offloading_bytes", "kv_offloading_dir"),
         row(
@@ -196,6 +198,14 @@ def ranks_in_words(options: Options) -> str:
         if options.pools is None
         else f"{ranks} ({in_words(options.pools_among(options.data_parallel_size or 1))})"
     )
+
+
+def _adapters(options: Options, num_ranks: int) -> str:
+    engine = options.engine
+    if not engine.enable_lora:
+        return ""
+    size = _size(rank_adapter_bytes(options, num_ranks))
+    return f"up to {engine.most_adapters} in memory, {engine.max_loras} in a step, of rank {engine.max_lora_rank}: at most {size} per rank"
 
 
 def _tiers(options: Options) -> str:

@@ -38,7 +38,16 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     for seed, name in enumerate(NAMES[1:], start=1):
         write_adapter(root / name, model, modules=MODULES, experts=FUSED if seed % 2 else SINGLE, seed=seed)
     modules = [f"{name}={root / name}" for name in NAMES[1:]]
-    flags = ("--enable-lora", "--max-loras=3", "--lora-modules", *modules, "-dp=2", "--max-rank-restarts=20")
+    targets = ("--lora-target-modules", *MODULES, "experts")
+    flags = (
+        "--enable-lora",
+        "--max-loras=3",
+        *targets,
+        "--lora-modules",
+        *modules,
+        "-dp=2",
+        "--max-rank-restarts=20",
+    )
     redundant = '--eplb-config={"num_redundant_experts": 4}'
     with RealService.serve(directory, root / "output.txt", *flags, redundant) as service:
         yield Running(service.wait_ready(), root, model)
@@ -144,7 +153,9 @@ def test_bad_adapters_are_named_and_nothing_is_loaded(running: Running) -> None:
     service, root = running.service, running.root
     write_adapter(root / "dora", running.model, modules=MODULES, experts="", use_dora=True)
     write_adapter(root / "large", running.model, modules=MODULES, experts="", rank=65)
+    write_adapter(root / "head", running.model, modules=("lm_head",), experts="")
     for name, path, says in (
+        ("x", "head", "adapts lm_head; --lora-target-modules allows only q_proj"),
         ("x", "missing", "has no adapter_config.json"),
         ("x", "dora", "DoRA is not supported"),
         ("x", "large", "above the limit of 64"),
@@ -156,3 +167,11 @@ def test_bad_adapters_are_named_and_nothing_is_loaded(running: Running) -> None:
         )
         assert response.status_code == 400 and says in response.json()["error"]["message"], response.text
     assert [each["name"] for each in service.get("/adapters").json()["adapters"]] == list(NAMES[1:])
+
+
+def test_a_start_without_room_for_its_adapters_is_refused(tmp_path: Path) -> None:
+    directory = write_tiny_model(tmp_path / "tiny")
+    flags = ("--enable-lora", "--max-cpu-loras=100000000")
+    with RealService.serve(directory, tmp_path / "output.txt", *flags) as service:
+        assert service.wait_ended() != [0]
+        assert "for up to 100000000 adapters of rank 64" in service.output()

@@ -69,6 +69,11 @@ class PackedWeight(KernelWeight):
             self.adapters, self.embedded_adapters = (FactorTable(step.num_adapters) for _ in range(2))
         return self
 
+    @property
+    def is_quantised(self) -> bool:
+        """Whether it is stored as codes."""
+        return self.quantised is not None
+
     def plain(self) -> Tensor:
         """Return the weight unpacked: [N, K] float32, a copy."""
         with torch._C.DisableTorchFunctionSubclass():

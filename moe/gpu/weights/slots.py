@@ -102,6 +102,11 @@ class DeviceSlots:
         return self.store.weights.in_dim
 
     @property
+    def out_dim(self) -> int:
+        """Number of outputs."""
+        return self.store.weights.codes.shape[1]
+
+    @property
     def slot_bytes(self) -> int:
         return self.store.place_bytes
 

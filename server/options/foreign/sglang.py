@@ -282,7 +282,7 @@ SGLANG_FLAGS: tuple[ForeignFlag, ...] = (*_MODEL, *_RANKS, *_STEPS, *_SERVER)
 SAME_AS_SGLANG = (
     "--model --revision --download-dir --dtype --quantization --device --config --served-model-name --host --port --api-key "
     "--ssl-certfile --ssl-keyfile --chat-template --tokenizer-mode --tool-call-parser --reasoning-parser --data-parallel-size --enable-eplb "
-    "--enable-torch-compile --kv-cache-dtype --log-level --log-requests --otlp-traces-endpoint --enable-lora --max-lora-rank"
+    "--enable-torch-compile --kv-cache-dtype --log-level --log-requests --otlp-traces-endpoint --enable-lora --max-lora-rank --lora-target-modules"
 )
 DIFFERS_FROM_SGLANG = {
     "--port": "the default is 8000",
@@ -293,7 +293,7 @@ SHARED_WITH_VLLM = (  # declared in `vllm`
     "--trust-remote-code --load-format --model-loader-extra-config --model-impl --skip-tokenizer-init "
     "--tensor-parallel-size --pipeline-parallel-size --decode-context-parallel-size --nnodes --node-rank "
     "--dist-init-addr --nccl-port --attention-backend --mamba-backend --disable-custom-all-reduce --cpu-offload-gb "
-    "--ep-num-redundant-experts --eplb-rebalance-num-iterations --lora-target-modules --stream-interval --enable-return-routed-experts --kv-events-config "
+    "--ep-num-redundant-experts --eplb-rebalance-num-iterations --stream-interval --enable-return-routed-experts --kv-events-config "
     "--default-chat-template-kwargs --trust-request-chat-template --tool-server --grpc-port --ssl-ca-certs "
     "--enable-ssl-refresh --enable-mfu-metrics --watermark-config"
 )

@@ -164,7 +164,6 @@ _MODEL = (
         values="--default-mm-loras --max-lora-cls-labels --lora-extra-vocab-size"),
     *harmless(
         LORA_LAYOUTS, switches="--enable-mixed-moe-lora-format --enable-moe-shared-loras --fully-sharded-loras --specialize-active-lora",
-        lists="--lora-target-modules",
     ),
     *harmless("adapters are multiplied in float32", fits=of("auto", "float32"), values="--lora-dtype"),
 )  # fmt: skip
@@ -433,7 +432,7 @@ SAME_AS_VLLM = (
     "--gpu-memory-utilization --kv-cache-memory-bytes --kv-cache-dtype --kv-offloading-size --enable-prefix-caching --mamba-cache-mode --max-num-seqs "
     "--max-num-batched-tokens --max-num-queued-reqs --scheduling-policy --enforce-eager --log-level --uvicorn-log-level --enable-log-requests "
     "--disable-uvicorn-access-log --disable-access-log-for-endpoints --otlp-traces-endpoint --disable-log-stats "
-    "--speculative-config -sc --enable-lora --lora-modules --max-loras --max-lora-rank --max-cpu-loras --allowed-media-domains --allowed-local-media-path --limit-mm-per-prompt --mm-processor-cache-gb "
+    "--speculative-config -sc --enable-lora --lora-modules --max-loras --max-lora-rank --max-cpu-loras --lora-target-modules --allowed-media-domains --allowed-local-media-path --limit-mm-per-prompt --mm-processor-cache-gb "
     "--language-model-only"
 )
 DIFFERS_FROM_VLLM = {  # flag of the same name -> the difference

@@ -165,6 +165,7 @@ class HttpService:
             ranks,
             num_places=engine.num_adapters,
             max_rank=engine.max_lora_rank,
+            modules=options.lora_target_modules,
             base_names=options.served_model_names,
             kept=kept / "adapters.json" if engine.enable_lora else None,
             events=self.events,

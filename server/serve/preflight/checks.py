@@ -19,6 +19,7 @@ from server.machine.model_fields import num_experts
 from server.options.adapters import modules_of
 from server.options.pools import Pool
 from server.options.table import Options
+from server.serve.preflight.adapter_room import NO_FEATURES, adapted_features
 from server.serve.preflight.memory import (
     ExpertMemory,
     WeightBytes,
@@ -78,7 +79,9 @@ def check_adapters(options: Options) -> None:
     """
     for name, path in modules_of(options.lora_modules).items():
         try:
-            read_adapter(Path(path), max_rank=options.engine.max_lora_rank)
+            read_adapter(
+                Path(path), max_rank=options.engine.max_lora_rank, modules=options.lora_target_modules
+            )
         except AdapterError as error:
             raise PreflightError(f"--lora-modules {name}: {error}") from error
 
@@ -97,8 +100,8 @@ def check_choices(options: Options, pool_sizes: Sequence[int]) -> None:
         check_nodes(options.engine.dispatch_node_size, num_ranks, on_gpus=options.device == "cuda")
     check_compiler(options)
     check_activations(options)
-    if options.engine.enable_lora and options.device == "cuda":
-        raise PreflightError(why_no_adapters(options.device))
+    if options.engine.enable_lora and (problem := why_no_adapters(options.device, max(pool_sizes))):
+        raise PreflightError(problem)
 
 
 def check_files(options: Options, pool_sizes: Sequence[int]) -> WeightBytes:
@@ -133,12 +136,19 @@ def check_room(
     config = read_config(Path(options.model))
     experts = [rank_experts(weights, config, options, num_ranks) for num_ranks in pool_sizes]
     largest = max(experts, key=lambda each: each.serving)
-    host_bytes = available_bytes()
+    host_bytes, adapted = available_bytes(), NO_FEATURES
+    if options.engine.enable_lora:
+        adapted = adapted_features(Path(options.model), config, options.lora_target_modules)
+    counted = experts if gpu_bytes is None else [largest]  # each rank has its own GPU
     needed = check_memory(
         weights,
-        experts if gpu_bytes is None else [largest],  # each rank has its own GPU
+        counted,
         options,
         free_bytes=host_bytes if gpu_bytes is None else gpu_bytes,
+        adapters=[
+            adapted.rank_bytes(options.engine, each.slots_per_rank, on_gpu=gpu_bytes is not None)
+            for each in counted
+        ],
     )
     check_tiers(options.engine, ranks_bytes=needed if gpu_bytes is None else 0, free_bytes=host_bytes)
     return largest
@@ -166,10 +176,18 @@ def say_notes(given: Options, options: Options, pools: Sequence[Pool]) -> None:
     sizes = dict.fromkeys(pool.num_ranks for pool in pools)
     for note in (
         note_on_hand_over(given, options),
+        note_on_adapters(options),
         *(note_on_redundancy(options, num_ranks) for num_ranks in sizes),
     ):
         if note is not None:
             say(f"wideep: {note}")
+
+
+def note_on_adapters(options: Options) -> str | None:
+    """Return a note if steps with adapters are slower than others for another reason than their products."""
+    if not options.engine.enable_lora or options.device != "cuda":
+        return None
+    return "steps with LoRA adapters run without CUDA graphs"
 
 
 def note_on_redundancy(options: Options, num_ranks: int) -> str | None:

@@ -134,14 +134,14 @@ class WeightBytes(NamedTuple):
 
 
 # Towers for images and audio, and their projectors; they are not read (`moe.text_part`).
-_NOT_OF_TEXT = re.compile(
+NOT_OF_TEXT = re.compile(
     r"(^|\.)(visual|vision_tower|vision_model|audio_tower|multi_modal_projector|mm_projector|embed_vision|embed_audio)\."
 )
 
 
 # Scales of quantised weights keep their type. Input orders are used during loading and then dropped.
-_SCALES = re.compile(r"(_|\.)(scale|scales|scale_inv|scale_2|global_scale|qscale_weight)$")
-_NOT_KEPT = (".g_idx", ".weight_g_idx", ".weight_shape")
+SCALES = re.compile(r"(_|\.)(scale|scales|scale_inv|scale_2|global_scale|qscale_weight)$")
+NOT_KEPT = (".g_idx", ".weight_g_idx", ".weight_shape")
 DEQUANTISED = ".kv_b_proj.weight"  # latent attention absorbs it, so it is dequantised
 _SCALE_BITS = {"F32": 32, "BF16": 16, "F16": 16}
 
@@ -166,17 +166,17 @@ def weight_bytes(
     for own_name, tensor in tensors.items():
         of_mtp = mtp.renamed(own_name)
         name = own_name if of_mtp is None else of_mtp
-        if _NOT_OF_TEXT.search(name) or name.endswith(_NOT_KEPT):
+        if NOT_OF_TEXT.search(name) or name.endswith(NOT_KEPT):
             continue
         if of_mtp is not None and not (of_mtp and has_mtp):
             continue
         bits = _element_bits(tensor["dtype"], float_bytes)
-        if _SCALES.search(name):
+        if SCALES.search(name):
             bits = _SCALE_BITS.get(tensor["dtype"], bits)
         elif name.endswith(DEQUANTISED) and tensor["dtype"] in _BITS:
             bits = _element_bits("F32", float_bytes)
         size = int(math.prod(tensor["shape"]) * bits / 8)
-        if _is_expert(name, tensor["shape"], num_experts(config)):
+        if is_expert(name, tensor["shape"], num_experts(config)):
             experts += size
             numbers = map(int, re.findall(r"\.(\d+)\.", f".{name}")[:1])  # the first number is the layer
             layers.update(number for number in numbers if of_mtp or number < num_layers)
@@ -190,7 +190,7 @@ def mtp_names(names: Iterable[str], config: dict[str, Any]) -> MtpNames:
     return MtpNames(names, most(config, "num_hidden_layers") or sys.maxsize)
 
 
-def _is_expert(name: str, shape: list[int], count: int) -> bool:
+def is_expert(name: str, shape: list[int], count: int) -> bool:
     """Recognise routed experts: one tensor per expert, or all experts fused along the first dimension."""
     return re.search(r"\bexperts\.", name) is not None or (len(shape) == 3 and shape[0] == count)
 
@@ -276,29 +276,44 @@ def value_dims(config: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def check_memory(
-    weights: WeightBytes, experts: Sequence[ExpertMemory], options: Options, *, free_bytes: int
+    weights: WeightBytes,
+    experts: Sequence[ExpertMemory],
+    options: Options,
+    *,
+    free_bytes: int,
+    adapters: Sequence[int] = (),
 ) -> int:
-    """Return the memory that this node's ranks need: weights, spare slots, a given KV cache, processes.
+    """Return the memory that this node's ranks need: weights, spare slots, adapters, a given KV cache, processes.
 
     Args:
         experts: Memory of each rank's experts. Ranks of smaller pools hold more of them.
+        adapters: Memory of each rank's adapters.
 
     Raises:
         PreflightError: It exceeds `free_bytes`.
     """
     cache = options.engine.kv_cache_bytes or 0
     needed = sum(weights.shared + each.serving + each.spare + cache + PROCESS_BYTES for each in experts)
+    needed += sum(adapters)
     if needed <= free_bytes:
         return needed
     largest = max(experts, key=lambda each: each.serving)
     spare = f" + {gib(largest.spare)} for moving experts" if largest.spare else ""
     kv = f" + {gib(cache)} of KV cache" if cache else ""
+    lora = lora_remedy = ""
+    if most_adapters := max(adapters, default=0):
+        engine = options.engine
+        count = engine.max_loras if options.device == "cuda" else engine.most_adapters
+        lora = f" + {gib(most_adapters)} for up to {count} adapters of rank {engine.max_lora_rank}"
+        lora_remedy = (
+            "a smaller --max-lora-rank, --max-loras or --max-cpu-loras, fewer --lora-target-modules, "
+        )
     which = "Each rank holds" if len(set(experts)) == 1 else "The largest rank, of the smallest pool, holds"
     raise PreflightError(
         f"{len(experts)} rank{'s' if len(experts) > 1 else ''} on this node would need about {gib(needed)}, but only "
         f"{gib(free_bytes)} is free. {which} {gib(weights.shared + largest.serving)} of weights ({gib(weights.shared)} on "
         f"every rank, and {gib(largest.serving)} for {largest.slots_per_rank} experts of each layer, out of "
-        f"{gib(weights.experts)} for all experts){spare}{kv} + {gib(PROCESS_BYTES)} for its process. Use fewer ranks per "
+        f"{gib(weights.experts)} for all experts){spare}{lora}{kv} + {gib(PROCESS_BYTES)} for its process. Use {lora_remedy}fewer ranks per "
         "node, more nodes, fewer redundant experts, --dtype bfloat16, a smaller --kv-cache-memory or a smaller model"
     )
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from expert_placement.config import EplbConfigError, slots_of_rank
 from server.machine.model_fields import num_experts
 from server.options.table import Options
+from server.serve.preflight.adapter_room import rank_adapter_bytes
 from server.serve.preflight.checks import check_backend, check_nodes
 from server.serve.preflight.memory import PROCESS_BYTES, available_bytes, rank_bytes, usable_cores
 from server.serve.preflight.model import PreflightError, read_config
@@ -51,7 +52,9 @@ def why_not_resized(
 
 def _why_no_room(options: Options, num_ranks: int, wanted: int, free_bytes: int) -> str | None:
     planned = options.with_engine(expert_placement=None)  # the file is for the number of ranks at the start
-    before, after = (rank_bytes(planned, size) for size in (num_ranks, wanted))
+    before, after = (
+        rank_bytes(planned, size) + rank_adapter_bytes(planned, size) for size in (num_ranks, wanted)
+    )
     if wanted > num_ranks:
         of_rank = after + PROCESS_BYTES + (options.engine.kv_cache_bytes or 0)
         needed, what = (wanted - num_ranks) * of_rank, f"{wanted - num_ranks} more ranks"

@@ -54,6 +54,7 @@ from server.options.table import Options
 from server.serve.child_messages import Beat, CacheBytes, Leaving, Ready, ServiceAddress, SupervisorPipe
 from server.serve.children import FRONT_IS_GONE, FRONT_VARIABLE
 from server.serve.greeting import address_elsewhere
+from server.serve.preflight.adapter_room import rank_adapter_bytes
 from server.serve.preflight.equal import computing_facts, file_digests
 from server.serve.preflight.kv_share import cpu_cache_bytes, gpu_cache_bytes, gpu_share
 from server.serve.preflight.memory import (
@@ -399,13 +400,14 @@ def engine_config(options: Options, place: Place) -> EngineConfig:
 def _estimate_gpu(options: Options, place: Place) -> tuple[int, int]:
     """Return an estimate of a GPU's KV cache, and all the memory that the rank may take."""
     free_bytes, _ = torch.cuda.mem_get_info(place.local_rank)
+    adapters = rank_adapter_bytes(options, place.world_size)  # loaded while serving
     estimate = gpu_cache_bytes(
         options,
         attention_heads(options),
         free_bytes=free_bytes,
-        weight_bytes=rank_bytes(options, place.world_size),
+        weight_bytes=rank_bytes(options, place.world_size) + adapters,
     )
-    return estimate, int(free_bytes * gpu_share(options))
+    return estimate, int(free_bytes * gpu_share(options)) - adapters
 
 
 def _default_cache_bytes(options: Options, place: Place) -> int:

@@ -18,6 +18,7 @@ _SERVED = (
     "data_parallel_size", "pools", "dtype", "quantization", "enable_eplb", "eplb_config", "max_model_len", "max_num_seqs",
     "max_num_batched_tokens", "kv_cache_memory", "kv_cache_dtype", "gpu_memory_utilization", "mamba_cache_mode",
     "kv_offloading_size", "kv_offloading_dir", "kv_offloading_disk_size",
+    "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_target_modules",
 )  # fmt: skip
 SERVED_OPTIONS = tuple(option for option in OPTIONS if option.keyword in _SERVED)
 _EXAMPLE = """\

@@ -9,6 +9,7 @@ from typing import Any
 
 from expert_placement.config import EplbConfig
 from server.options.pools import Pool, Role
+from server.options.table import Options
 from server.serve.preflight.kv_share import GPU_SHARE, KV_SHARE
 from server.tools.size.costs.device_table import Device
 from server.tools.size.costs.estimate import KEPT_BALANCE, LOAD_SPREAD, Estimate
@@ -169,6 +170,7 @@ def _memory(sized: Sized) -> str:
             f"{memory.slots_per_rank} slots per layer, {memory.num_redundant} redundant in total",
         ),
         ("room for moving experts", memory.spare_experts, ""),
+        *((("LoRA adapters, at most", memory.adapters, _adapters(chosen.options)),) if memory.adapters else ()),
         ("buffers of steps", memory.buffers, ""),
         ("KV cache and states", memory.kv_cache, f"{memory.token_bytes:,} bytes per token"),
         *((("tier in host memory", memory.host_tier, "this rank's share"),) if memory.host_tier else ()),
@@ -185,6 +187,13 @@ def _memory(sized: Sized) -> str:
     if memory.num_states:
         lines.append(f"  states: {memory.num_states} slots of {memory.state_bytes / 2**20:.2f} MiB per rank")
     return "\n".join([*lines, *_tiers(sized)])
+
+
+def _adapters(options: Options) -> str:
+    engine = options.engine
+    modules = ", ".join(options.lora_target_modules) or "all modules"
+    count = engine.most_adapters if options.device == "cpu" else engine.max_loras
+    return f"{count} of rank {engine.max_lora_rank} on {modules}"
 
 
 def _tiers(sized: Sized) -> Iterator[str]:
@@ -345,7 +354,18 @@ def _command(sized: Sized, pools: Mapping[Pool, Sized] | None = None) -> str:
     usual = asdict(EplbConfig())
     if given := {name: value for name, value in asdict(engine.eplb_config).items() if value != usual[name]}:
         flags += ["--eplb-config", json.dumps(given)]
+    if engine.enable_lora:
+        flags += [
+            "--enable-lora",
+            "--max-loras",
+            str(engine.max_loras),
+            "--max-lora-rank",
+            str(engine.max_lora_rank),
+        ]
+    if options.lora_target_modules:
+        flags += ["--lora-target-modules", *options.lora_target_modules]
     for name, value in (
+        ("--max-cpu-loras", engine.max_cpu_loras if engine.enable_lora else None),
         ("--dtype", None if engine.dtype == "auto" else engine.dtype),
         ("--quantization", engine.quantization),
         ("--mamba-cache-mode", engine.mamba_cache_mode),

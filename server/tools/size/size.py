@@ -93,6 +93,7 @@ def _read(args: argparse.Namespace) -> tuple[ReadModel, Device, Options]:
         max_model_len=options.engine.max_model_len,
         quantization=options.engine.quantization,
         kv_cache_dtype=options.engine.kv_cache_dtype,
+        adapted_modules=options.lora_target_modules,
     )
     return model, device, options
 

@@ -268,9 +268,9 @@ def test_an_adapter_that_does_not_fit_is_refused_by_name(tmp_path: Path) -> None
     assert not bank._loaded, "nothing is half-loaded"
 
 
-def test_a_gpu_is_refused_at_the_start(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--enable-lora is not implemented on cuda:0"):
-        build(tmp_path, enable_lora=True, device="cuda:0")
+def test_several_gpus_are_refused_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--enable-lora is not implemented between GPUs, and 2 ranks"):
+        build(tmp_path, enable_lora=True, device="cuda:0", rank=0, world_size=2)
 
 
 def test_an_adapter_whose_file_has_changed_is_spoiled_when_experts_arrive(tmp_path: Path) -> None:

@@ -177,6 +177,21 @@ def test_a_rank_above_the_limit_is_named(tmp_path: Path) -> None:
         read_adapter(write(tmp_path, QUERY), max_rank=3)
 
 
+def test_an_adapter_on_other_modules_than_the_allowed_ones_is_refused(tmp_path: Path) -> None:
+    query = write(tmp_path / "query", QUERY)
+    assert read_adapter(query, modules=("q_proj", "experts")).products
+    with pytest.raises(
+        AdapterError,
+        match=r"adapts model\.layers\.0\.self_attn\.q_proj; --lora-target-modules allows only o_proj",
+    ):
+        read_adapter(query, modules=("o_proj",))
+    single = {f"{EXPERTS}.3.up_proj.lora_A.weight": (4, 16), f"{EXPERTS}.3.up_proj.lora_B.weight": (12, 4)}
+    expert = write(tmp_path / "expert", single)
+    assert read_adapter(expert, modules=("experts",)).products
+    with pytest.raises(AdapterError, match=r"adapts model\.layers\.0\.mlp\.experts\.3\.up"):
+        read_adapter(expert, modules=("up_proj",))
+
+
 def write_header(directory: Path, header: Any) -> None:
     """Write a file of tensors with this header and no values."""
     text = json.dumps(header).encode()

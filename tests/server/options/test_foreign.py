@@ -209,11 +209,16 @@ def test_what_changes_nothing_is_said_in_a_line(words: list[str], note: str) -> 
         (["--lora-eviction-policy", "fifo"], "--lora-eviction-policy fifo: only lru is implemented"),
         (["--lora-modules", "a=b"], "--lora-modules needs --enable-lora"),
         (["--enable-lora", "--lora-paths", "a=b", "a=c"], "--lora-modules has the name 'a' twice"),
+        (["--lora-target-modules", "q_proj"], "--lora-target-modules needs --enable-lora"),
+        (
+            ["--enable-lora", "--lora-target-modules", "q_proj", "self_attn.k_proj"],
+            "--lora-target-modules is 'self_attn.k_proj'; give the last parts",
+        ),
+        (["--enable-lora", "--lora-target-modules", "q_proj", "all"], "--lora-target-modules is 'all'; give"),
         (
             ["--enable-lora", "--max-loras=4", "--max-loaded-loras=2"],
             "--max-cpu-loras is 2; it must be at least",
         ),
-        (["--enable-lora", "--device=cuda"], "--enable-lora is not implemented on cuda"),
         (
             ["--num-redundant-experts=3", '--eplb-config={"num_redundant_experts": 4}'],
             "sets the same value; give one",

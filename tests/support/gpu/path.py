@@ -38,6 +38,7 @@ def run_steps(
     *,
     forward: Forward | None = None,
     only_last: bool = False,
+    adapters: Sequence[int] = (),
 ) -> list[np.ndarray]:
     """Run given tokens in given steps. Return the logits of every token, [tokens, V] per sequence.
 
@@ -46,6 +47,7 @@ def run_steps(
     Args:
         forward: Runs the steps; by default the model.
         only_last: Return only the logits of each part's last token.
+        adapters: Place of each sequence's adapter; empty: no sequence has one.
     """
     model, step, cache = built.model, built.runner.step, built.runner._cache
     forward = forward or model.forward
@@ -62,9 +64,9 @@ def run_steps(
             slots[sequence] = 2 * sequence + (read % 2 == 0)  # the other one of two
             piece = StatePiece(read, slots[sequence], end - start)
             is_long = limit is not None and len(sequences[sequence]) > limit
-            spans.append(
-                Span(start, end - start, blocks.tolist(), (piece,) if step.has_states else (), is_long)
-            )
+            pieces = (piece,) if step.has_states else ()
+            adapter = adapters[sequence] if adapters else -1
+            spans.append(Span(start, end - start, blocks.tolist(), pieces, is_long, adapter))
         decodes = sum(part.start > 0 and part.end == part.start + 1 for part in parts)
         step.fill(spans, decodes)
         tokens = [token for part in parts for token in sequences[part.sequence][part.start : part.end]]

@@ -7,6 +7,7 @@ report of a service with these flags. Tensor parallelism, which WideEP does not 
 from typing import Any, NamedTuple
 
 from kvcache.paged_cache import BLOCK_TOKENS, LayerShape
+from scheduler.policy.config import why_no_adapters
 from scheduler.step.sizing import WORKSPACE_BYTES, CacheSize, KVMemoryError, cache_size
 from server.options.table import Options
 from server.serve.preflight.kv_share import GPU_SHARE, cpu_cache_bytes, gpu_attention_bytes, gpu_cache_bytes
@@ -28,6 +29,7 @@ class RankMemory(NamedTuple):
     shared_weights: int
     expert_weights: int  # all slots
     spare_experts: int  # room for moving experts
+    adapters: int  # most that LoRA adapters may take
     buffers: int  # activations, graphs, partial results of attention
     kv_cache: int  # including states
     host_tier: int  # a CPU rank's share of the node's tier; 0 on a GPU
@@ -82,11 +84,14 @@ def rank_memory(model: ReadModel, device: Device, options: Options, num_ranks: i
     Raises:
         SizeError: The model does not fit; the message has the difference, or the room for the KV cache.
     """
+    if options.engine.enable_lora and (problem := why_no_adapters(options.device, num_ranks)):
+        raise SizeError(problem)
     try:
         experts = rank_experts(model.weights, dict(model.config), options, num_ranks)
     except PreflightError as error:  # more redundant experts than these ranks can use
         raise SizeError(str(error)) from error
-    weights = model.weights.shared + experts.serving + experts.spare
+    adapters = model.adapted.rank_bytes(options.engine, experts.slots_per_rank, on_gpu=not device.is_cpu)
+    weights = model.weights.shared + experts.serving + experts.spare + adapters
     local_ranks = min(num_ranks, device.node_ranks)
     total = device.memory_bytes // (local_ranks if device.is_cpu else 1)
     buffers = 0 if device.is_cpu else WORKSPACE_BYTES + gpu_attention_bytes(options, heads_of(model))
@@ -107,6 +112,7 @@ def rank_memory(model: ReadModel, device: Device, options: Options, num_ranks: i
         shared_weights=model.weights.shared,
         expert_weights=experts.serving,
         spare_experts=experts.spare,
+        adapters=adapters,
         buffers=buffers,
         kv_cache=kv_bytes,
         host_tier=host_tier,
@@ -120,13 +126,13 @@ def rank_memory(model: ReadModel, device: Device, options: Options, num_ranks: i
 
 
 def _check_fits(device: Device, total: int, rank_bytes: int, kv_bytes: int, host_tier: int) -> None:
-    """Raise if the parts of a rank exceed the memory that it has. `rank_bytes`: weights and buffers."""
+    """Raise if the parts of a rank exceed the memory that it has. `rank_bytes`: weights, adapters and buffers."""
     needed = rank_bytes + kv_bytes + host_tier
     if needed <= total:
         return
     tier = f", {host_tier / 2**30:.1f} of its node's tier in host memory" if host_tier else ""
     raise SizeError(
-        f"a rank needs {needed / 2**30:.1f} GiB ({rank_bytes / 2**30:.1f} of weights and buffers, {kv_bytes / 2**30:.1f} of KV "
+        f"a rank needs {needed / 2**30:.1f} GiB ({rank_bytes / 2**30:.1f} of weights, adapters and buffers, {kv_bytes / 2**30:.1f} of KV "
         f"cache{tier}), but {device.name} has {total / 2**30:.1f} GiB per rank; use more ranks, fewer redundant experts or a "
         f"smaller {'--kv-offloading-size' if host_tier else 'model'}"
     )

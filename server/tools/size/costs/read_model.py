@@ -9,7 +9,7 @@ Rejected: formulas over field names of config.json, which would be wrong for the
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import ceil, prod
 from pathlib import Path
@@ -27,6 +27,13 @@ from moe.model import Skeleton
 from moe.text_part import decoder_layers
 from scheduler.policy.config import model_length
 from server.machine.model_fields import experts_per_token, field_of, most
+from server.serve.preflight.adapter_room import (
+    EXPERTS,
+    AdaptedFeatures,
+    adapted_features,
+    expert_features,
+    pair_features,
+)
 from server.serve.preflight.memory import DEQUANTISED, WeightBytes, value_dims, weight_bytes
 from server.serve.preflight.model import PreflightError, check_is_moe, check_quantisation, read_config
 from server.tools.size.costs.model_costs import LayerCosts, Layers, ModelCosts
@@ -47,6 +54,7 @@ class ReadModel:
         name: Name for users. path: Path to start it with.
         config: Content of config.json.
         weights: Size of its weights once loaded, as counted by a start.
+        adapted: The matrices that adapters may change.
         has_files: The size was read from the weight files, not counted on the configuration.
         shapes: Cache of each layer.
         longest: Maximum tokens of a sequence.
@@ -58,6 +66,7 @@ class ReadModel:
     config: Mapping[str, Any]
     costs: ModelCosts
     weights: WeightBytes
+    adapted: AdaptedFeatures
     has_files: bool
     shapes: tuple[LayerShape, ...]
     longest: int
@@ -83,6 +92,7 @@ def read_model(
     max_model_len: int | None = None,
     quantization: str | None = None,
     kv_cache_dtype: str = "auto",
+    adapted_modules: Collection[str] = (),
 ) -> ReadModel:
     """Read a model's directory or a single config.json.
 
@@ -91,6 +101,7 @@ def read_model(
         float_bytes: Bytes per number that is not quantised. None keeps the checkpoint's type.
         quantization: Quantisation on load.
         kv_cache_dtype: Format of the KV cache, a key of `kvcache.codes.CODES`.
+        adapted_modules: Modules that adapters may change, as in `adapted_features`.
 
     Raises:
         PreflightError: The model has no experts, its files are damaged, or it is already quantised.
@@ -100,7 +111,14 @@ def read_model(
     if path.is_dir():
         check_quantisation(read_config(path), path, asked=quantization)
         return _read(
-            path, BACKENDS[on_gpu], float_bytes, max_model_len, path.resolve().name, str(path), kv_cache_dtype
+            path,
+            BACKENDS[on_gpu],
+            float_bytes,
+            max_model_len,
+            path.resolve().name,
+            str(path),
+            kv_cache_dtype,
+            adapted_modules,
         )
     if not path.is_file():
         raise PreflightError(
@@ -120,6 +138,7 @@ def read_model(
                 max_model_len,
                 str(path),
                 kv_cache_dtype=kv_cache_dtype,
+                adapted_modules=adapted_modules,
             )
         except (PreflightError, UnsupportedModelError) as error:
             named = str(error).replace(f"{folder}/config.json", str(path)).replace(folder, str(path))
@@ -141,6 +160,7 @@ def _read(
     name: str,
     path: str = "MODEL",
     kv_cache_dtype: str = "auto",
+    adapted_modules: Collection[str] = (),
 ) -> ReadModel:
     config = read_config(directory)
     check_is_moe(config, Path(name))
@@ -150,7 +170,9 @@ def _read(
     has_files = any(directory.glob("*.safetensors"))
     if has_files:
         weights = weight_bytes(directory, config, float_bytes)
+        adapted = adapted_features(directory, config, adapted_modules)
     else:
+        adapted = _adapted(skeleton, config, adapted_modules)
         weights = WeightBytes(costs.shared_bytes, costs.all_experts_bytes, costs.num_expert_layers)
     text = skeleton.model.config.get_text_config(decoder=True)
     heads = _Heads.of(config)
@@ -160,6 +182,7 @@ def _read(
         config=config,
         costs=costs,
         weights=weights,
+        adapted=adapted,
         has_files=has_files,
         shapes=tuple(skeleton.cache_shapes),
         longest=model_length(text, max_model_len),
@@ -367,6 +390,26 @@ def _context_costs(
         "reach": shape.window or shape.chunk or topk,
         "state_bytes": state_bytes,
     }
+
+
+def _adapted(skeleton: Skeleton, config: Mapping[str, Any], modules: Collection[str]) -> AdaptedFeatures:
+    """Return what `adapted_features` would return for the model's files."""
+    tied = set(getattr(skeleton.model, "all_tied_weights_keys", None) or {})
+    shared = slot = 0
+    for path, module in skeleton.model.named_modules():
+        is_experts = path in skeleton.experts
+        if modules and (EXPERTS if is_experts else path.rpartition(".")[2]) not in modules:
+            continue
+        if is_experts:
+            for leaf in leaves(module):
+                sides = getattr(module, leaf).shape[1:]
+                inputs = sides[0] if module.is_transposed else sides[1]
+                is_down = leaf == "down_proj"
+                outer = sum(sides) - inputs if is_down else inputs
+                slot += expert_features(outer, sum(sides) - outer, is_down=is_down, is_joint=True)
+        elif f"{path}.weight" not in tied and getattr(getattr(module, "weight", None), "ndim", 0) == 2:
+            shared += sum(module.weight.shape)
+    return AdaptedFeatures(shared, slot, pair_features(config, modules))
 
 
 def _outside_bytes(model: nn.Module, layers: list[str], storage: _Storage) -> int:

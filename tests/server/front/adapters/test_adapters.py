@@ -262,6 +262,14 @@ async def test_bad_names_and_adapters_are_named(
 
 
 @in_loop
+async def test_an_adapter_on_other_modules_than_the_allowed_ones_is_refused(tmp_path: Path) -> None:
+    service = Service(tmp_path, modules=("experts", "k_proj"))
+    with pytest.raises(ApiError, match="--lora-target-modules allows only experts, k_proj") as caught:
+        await service.load("a")
+    assert caught.value.status == 400 and service.adapters.names == ()
+
+
+@in_loop
 async def test_a_service_without_places_loads_nothing(tmp_path: Path) -> None:
     with pytest.raises(ApiError, match="started without --enable-lora"):
         await Service(tmp_path, num_places=0).adapters.load("a", "b")

@@ -135,6 +135,26 @@ def test_the_tier_of_a_cpu_is_part_of_its_memory(gpt_oss: Path, capsys: pytest.C
         assert "51200.0 of its node's tier in host memory), but cpu has" in said
 
 
+def test_adapters_are_part_of_the_memory_and_of_the_command(
+    gpt_oss: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (str(gpt_oss), "--device", "cpu", "-dp", "2", "--enable-lora", "--max-lora-rank", "16")
+    everywhere: dict[str, Any] = json.loads(_said(capsys, *words, "--json"))
+    hidden = inner = 2880
+    experts = 64 * (2 * (hidden + 2 * inner) + hidden + inner) * 4  # of 4 layers, half of the 128 experts
+    per_adapter = everywhere["memory_per_rank"]["adapters"] / 16 / 16 / 4
+    assert 1.0 < per_adapter / experts < 1.1, "and attention, routers, embedding and output projection"
+    dense = (*words, "--max-loras", "4", "--lora-target-modules", "q_proj", "o_proj")
+    said = _said(capsys, *dense)
+    assert "LoRA adapters, at most" in said and "8 of rank 16 on q_proj, o_proj" in said
+    assert "--enable-lora --max-loras 4 --max-lora-rank 16 --lora-target-modules q_proj o_proj" in said
+    assert "LoRA" not in _said(capsys, *words[:5])
+    many = _said(
+        capsys, *words[:5], "--enable-lora", "--max-loras", "128", "--max-lora-rank", "4096", status=2
+    )
+    assert "of weights, adapters and buffers" in many
+
+
 def test_replicas_are_cut_over_any_part_of_the_ranks_and_have_their_share(
     gpt_oss: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,0 +1,1 @@
+"""LoRA adapters on GPUs: kernels, tables, and the rows of a step by adapter."""

@@ -1,0 +1,200 @@
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+"""Kernels for LoRA adapters on GPUs: `y += (x @ A) @ B` for each row, with its own adapter's A and B, in float32.
+
+Rows are sorted by group on the device, so nothing is read back: a group is an adapter or, for experts, an adapter and a slot. A tile
+has rows of one group. *Shrink* multiplies with A, each program for some of the inputs: their number depends on the model only, so
+that few rows still use many multiprocessors. *Expand* adds these parts in order, multiplies with B and adds to the output. Every sum
+has a fixed order, so a row's bits depend on the row and its adapter alone.
+
+Bound: bytes of A and B of the groups that have rows, read once for every tile.
+
+Idea: Punica's SGMV (arXiv 2310.18547). Rejected: a kernel in bfloat16 for the tensor cores, which would round A and B.
+
+Legend: T rows, M members (rows, or pairs of row and choice) sorted by group, G groups, X tiles, K input features, N output features,
+R rank (W: rounded up to a multiple of RANKS).
+"""
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moe.lora.tables import ENTRY_WORDS, Factors, FactorTable
+
+ROWS, RANKS, COLUMNS, INNER = 16, 16, 64, 64  # of a tile
+CHUNK = 1024  # inputs of one program of `shrink_rows`
+_WORDS = tl.constexpr(ENTRY_WORDS)
+
+
+@triton.jit(do_not_specialize=["M"])
+def shrink_rows(
+    x, x_rows, table, entries, firsts, ends, low, M, x_stride, K, WIDTH,
+    ROWS: tl.constexpr, RANKS: tl.constexpr, INNER: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Run as program (tile of members, tile of ranks, chunk of inputs). Writes [chunks, M, WIDTH] float32."""
+    tile, ranks, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    entry = tl.load(entries + tile)
+    if entry >= 0:
+        rank = tl.load(table + entry * _WORDS + 2)
+        if ranks * RANKS < rank:
+            a = tl.load(table + entry * _WORDS).to(tl.pointer_type(tl.float32))
+            width = (rank + RANKS - 1) // RANKS * RANKS
+            member = tl.load(firsts + tile) + tl.arange(0, ROWS)
+            is_member = member < tl.load(ends + tile)
+            row = tl.load(x_rows + member, mask=is_member, other=0)
+            r = ranks * RANKS + tl.arange(0, RANKS)
+            total = tl.zeros([RANKS, ROWS], tl.float32)
+            for begin in range(0, CHUNK, INNER):
+                k = chunk * CHUNK + begin + tl.arange(0, INNER)
+                is_k = k < K
+                x_KT = tl.load(
+                    x + row[None, :] * x_stride + k[:, None],
+                    mask=is_k[:, None] & is_member[None, :],
+                    other=0.0,
+                )
+                a_RK = tl.load(a + k[None, :] * width + r[:, None], mask=is_k[None, :], other=0.0)
+                total = tl.dot(a_RK, x_KT.to(tl.float32), total, input_precision="ieee")
+            place = low + (chunk * M + member)[None, :] * WIDTH + r[:, None]
+            tl.store(place, total, mask=is_member[None, :])
+
+
+@triton.jit(do_not_specialize=["M"])
+def expand_rows(
+    low, out, out_rows, table, entries, firsts, ends, M, out_stride, N, WIDTH,
+    CHUNKS: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Run as program (tile of members, tile of columns). Adds to `out`."""
+    tile = tl.program_id(0)
+    entry = tl.load(entries + tile)
+    if entry >= 0:
+        rank = tl.load(table + entry * _WORDS + 2).to(tl.int32)
+        if rank > 0:
+            b = tl.load(table + entry * _WORDS + 1).to(tl.pointer_type(tl.float32))
+            member = tl.load(firsts + tile) + tl.arange(0, ROWS)
+            is_member = member < tl.load(ends + tile)
+            column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+            is_column = column < N
+            total = tl.zeros([COLUMNS, ROWS], tl.float32)
+            begin = 0
+            while begin < rank:  # not a range: the interpreter does not support a dynamic end
+                r = begin + tl.arange(0, RANKS)
+                low_RM = tl.zeros([RANKS, ROWS], tl.float32)
+                for chunk in range(CHUNKS):
+                    part = low + (chunk * M + member)[None, :] * WIDTH + r[:, None]
+                    low_RM += tl.load(part, mask=is_member[None, :], other=0.0)
+                is_b = is_column[:, None] & (r < rank)[None, :]
+                b_NR = tl.load(b + r[None, :] * N + column[:, None], mask=is_b, other=0.0)
+                total = tl.dot(b_NR, low_RM, total, input_precision="ieee")
+                begin += RANKS
+            row = tl.load(out_rows + member, mask=is_member, other=0)
+            place = out + row[None, :] * out_stride + column[:, None]
+            is_out = is_column[:, None] & is_member[None, :]
+            total += tl.load(place, mask=is_out, other=0.0).to(tl.float32)
+            tl.store(place, total.to(out.dtype.element_ty), mask=is_out)
+
+
+class RowGroups(NamedTuple):
+    """Members sorted by group, and their tiles; int64 on the device. Members without a group come last and are in no tile."""
+
+    member_M: Tensor  # numbers of the members before they were sorted
+    entry_X: Tensor  # group of a tile, the table's entry; -1 for a tile without members
+    first_X: Tensor  # first sorted member of a tile
+    end_X: Tensor  # end of its group's members
+
+
+def group_rows(group_M: Tensor, num_groups: int) -> RowGroups:
+    """Sort members by group, without waiting for the device. `group_M`: int64, -1 for members without a group."""
+    M, device = len(group_M), group_M.device
+    sorted_M, member_M = torch.sort(torch.where(group_M < 0, num_groups, group_M), stable=True)
+    start_G = torch.searchsorted(sorted_M, torch.arange(num_groups + 1, device=device))
+    tiles_G = (start_G[1:] - start_G[:-1] + ROWS - 1) // ROWS
+    last_G = tiles_G.cumsum(0)
+    # Every group with members has at most one partial tile.
+    tile_X = torch.arange(M // ROWS + min(M, num_groups), device=device)
+    entry_X = torch.searchsorted(last_G, tile_X, right=True)
+    group_X = entry_X.clamp(max=num_groups - 1)
+    first_X = start_G[group_X] + (tile_X - (last_G - tiles_G)[group_X]) * ROWS
+    return RowGroups(member_M, torch.where(entry_X < num_groups, entry_X, -1), first_X, start_G[group_X + 1])
+
+
+class DeviceFactorTable(FactorTable):
+    """A table with its factors and entries on a device.
+
+    Attributes:
+        has_rows: Whether a product with rows of a step was seen.
+    """
+
+    def __init__(self, num_entries: int, device: torch.device) -> None:
+        super().__init__(num_entries)
+        self._device, self._is_new = device, False
+        self._words_on_device = torch.zeros(num_entries, ENTRY_WORDS, dtype=torch.int64, device=device)
+        self.most_rank, self.has_rows = 0, False
+
+    def put(self, entry: int, factors: Factors | None) -> None:
+        if factors is not None:
+            factors = Factors(*(each.to(self._device) for each in factors))
+        super().put(entry, factors)
+        self._is_new, self.most_rank = True, int(self.words[:, 2].max())
+
+    @property
+    def words_on_device(self) -> Tensor:
+        """Entries as kernels read them: int64 [entries, 3]. Copied after changes."""
+        if self._is_new:
+            self._words_on_device.copy_(torch.from_numpy(self.words))
+            self._is_new = False
+        return self._words_on_device
+
+
+def add_low_rank(
+    x: Tensor, out: Tensor, groups: RowGroups, table: DeviceFactorTable, *, row_M: Tensor | None = None
+) -> None:
+    """Add every member's low-rank product to its row of `out`, in place.
+
+    Args:
+        x: [T, K] of a floating-point type, with contiguous columns.
+        out: [M, N] of a floating-point type, with contiguous columns; the rows of members.
+        groups: Members by entry of the table.
+        row_M: Member's rows of x, int64. None: the member's own number.
+    """
+    rows_M = groups.member_M if row_M is None else row_M[groups.member_M]
+    M, K, chunks = len(rows_M), x.shape[1], triton.cdiv(x.shape[1], CHUNK)
+    width = triton.cdiv(table.most_rank, RANKS) * RANKS
+    tiles = len(groups.entry_X)
+    if not (tiles and width):
+        return
+    low = torch.empty(chunks, M, width, dtype=torch.float32, device=x.device)
+    shrink_rows[(tiles, width // RANKS, chunks)](
+        x, rows_M, table.words_on_device, groups.entry_X, groups.first_X, groups.end_X, low, M, x.stride(0), K, width,
+        ROWS=ROWS, RANKS=RANKS, INNER=INNER, CHUNK=CHUNK, num_warps=4, num_stages=2,
+    )  # fmt: skip
+    expand(low, out, groups, table)
+
+
+def expand(low: Tensor, out: Tensor, groups: RowGroups, table: DeviceFactorTable) -> None:
+    """Add the sum of `low` [parts, M, W] float32, times B, to the members' rows of `out` [M, N]. Members of `low` are sorted."""
+    parts, M, width = low.shape
+    N = out.shape[1]
+    if not (len(groups.entry_X) and width):
+        return
+    expand_rows[(len(groups.entry_X), triton.cdiv(N, COLUMNS))](
+        low, out, groups.member_M, table.words_on_device, groups.entry_X, groups.first_X, groups.end_X, M, out.stride(0), N,
+        width, CHUNKS=parts, ROWS=ROWS, RANKS=RANKS, COLUMNS=COLUMNS, num_warps=4, num_stages=2,
+    )  # fmt: skip
+
+
+def launch_without_rows(sizes: Collection[tuple[int, int]], dtype: torch.dtype, device: torch.device) -> None:
+    """Launch the kernels for matrices with these numbers of inputs and outputs, so that they are compiled before a step needs them.
+
+    Args:
+        dtype: Type of rows. Some products have rows or outputs in float32.
+    """
+    one = torch.zeros(1, dtype=torch.int64, device=device)
+    groups, table = RowGroups(one, one - 1, one, one), DeviceFactorTable(1, device)
+    table.most_rank = RANKS
+    for K, N in sizes:
+        for own, made in ((dtype, dtype), (dtype, torch.float32), (torch.float32, torch.float32)):
+            x = torch.zeros(1, K, dtype=own, device=device)
+            add_low_rank(x, torch.zeros(1, N, dtype=made, device=device), groups, table)
