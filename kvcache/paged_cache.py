@@ -23,6 +23,7 @@ from torch import Tensor
 
 from kvcache import codes
 from kvcache.codes import LATENT_SCALES_BYTES, SCALE_BYTES
+from kvcache.progress import Progress
 from kvcache.step import Step
 
 BLOCK_TOKENS = codes.BLOCK_TOKENS
@@ -155,6 +156,7 @@ class PagedCache:
         self.shapes = shapes
         self.num_blocks = num_blocks
         self.step: Step | None = None
+        self.progress = Progress()
         # With codes, keys, latents and indexes are longer by their scales (`kvcache.codes`).
         self.keys: list[Tensor] = []  # [N, G, D, B], or [N, B, W] for latents
         self.values: list[Tensor] = []  # [N, G, B, V]
@@ -198,6 +200,7 @@ class PagedCache:
         """
         step = self.step
         assert step is not None, "a step must be set before the model runs"
+        self.progress.note(layer)  # layers run in order
         slots_T, count, kind = step.cache_slot_T.numpy(), step.num_tokens, self.shapes[layer].codes
         keys, values = self.keys[layer], self.values[layer]
         if self.shapes[layer].latent:

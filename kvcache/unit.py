@@ -15,6 +15,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
@@ -94,19 +95,24 @@ class CacheUnit:
             memory_NB = tensor.view(len(tensor), -1).view(torch.uint8).numpy()
             size = memory_NB.shape[1]
             self._parts.append((memory_NB.reshape(-1).data, memory_NB.view(np.uint32), size))
-        self.num_bytes = sum(size for _, _, size in self._parts)
+        # Bytes of a record before each part, and of all parts.
+        self.offsets = [0, *accumulate(size for _, _, size in self._parts)]
+        self.num_bytes = self.offsets[-1]
 
     def export(self, index: int) -> tuple[list[memoryview], int]:
         return self.buffers(index), self.take(index)
 
-    def buffers(self, index: int) -> list[memoryview]:
-        return [memory[index * size : (index + 1) * size] for memory, _, size in self._parts]
+    def buffers(self, index: int, parts: slice = slice(None)) -> list[memoryview]:
+        return [memory[index * size : (index + 1) * size] for memory, _, size in self._parts[parts]]
 
     def take(self, index: int) -> int:
-        total = place = 0
-        for _, words_NW, size in self._parts:
-            total += int(_sum_words(words_NW[index], place))
-            place += size // WORD_BYTES
+        return self.sum_parts(index, slice(None))
+
+    def sum_parts(self, index: int, parts: slice) -> int:
+        """Return the share of some of a record's parts in its checksum. The checksum is the sum of all shares, modulo 2^64."""
+        total = 0
+        for (_, words_NW, _), offset in zip(self._parts[parts], self.offsets[:-1][parts], strict=True):
+            total += int(_sum_words(words_NW[index], offset // WORD_BYTES))
         return total & _MASK
 
 
@@ -127,6 +133,12 @@ def filled(tensors: Sequence[Tensor]) -> list[Tensor]:
 def block_parts(cache: PagedCache) -> list[Tensor]:
     """Return what the blocks of a cache consist of: tensors [N, ...], scales of codes included."""
     return [part for layer in range(len(cache.shapes)) for part in cache.parts(layer)]
+
+
+def parts_after(cache: PagedCache) -> list[int]:
+    """Return how many parts of a block the first 0, 1, 2, ... layers of a cache have. Empty parts do not count."""
+    parts = (cache.parts(layer) for layer in range(len(cache.shapes)))
+    return [0, *accumulate(sum(part.numel() > 0 for part in each) for each in parts)]
 
 
 def state_parts(cache: PagedCache) -> list[Tensor]:

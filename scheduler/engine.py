@@ -355,6 +355,8 @@ class Engine:
         batch = self._step_at(0, agreement)
         self._hand_back(on_step)
         self._post_next(lockstep, 1)
+        if self._tiers is not None:
+            self._tiers.save_early(self._scheduler.coming_blocks(batch))
         begun_s = time.perf_counter()
         sampled = self._runner.run(
             batch,

@@ -5,7 +5,8 @@ fetched by a process with its own host memory, over loopback and over a pair of 
 namespaces (root only). Fetched blocks are loaded too, as a request does it. Bytes are compared before times are taken.
 
 How much of a hand-over is not hidden behind the prompt? The saving rank gets the blocks in chunks, as its steps compute them, and
-the other rank loads each block when it is there. What is left after the last chunk is not hidden.
+the other rank loads each block when it is there. What is left after the last chunk is not hidden. Copies layer by layer begin
+while a chunk is still computed: its layers end one after the other, the last one with the step.
 `benchmarks.kv.hand_over` measures this in a service.
 
 Expected bound: through host memory, each block is copied and summed twice. Over a socket, it is read, summed, sent, received, summed
@@ -34,12 +35,13 @@ import torch
 from benchmarks.card import environment_card, print_card, print_tail, save_result
 from kvcache.paged_cache import BLOCK_TOKENS, LayerShape, PagedCache
 from kvcache.prefix import ROOT_KEY, PrefixIndex
+from kvcache.tiers.early import Layers
 from kvcache.tiers.jobs import FetchJob, LoadJob, SaveJob
 from kvcache.tiers.opening import Kinds, open_host
 from kvcache.tiers.peers import PeerNetwork, Peers
 from kvcache.tiers.records import RecordLayout, file_bytes
 from kvcache.tiers.tiers import Tiers, Units
-from kvcache.unit import CacheUnit, block_parts
+from kvcache.unit import CacheUnit, block_parts, parts_after
 
 _HEADS, _DIM = 2, 128  # per layer; float32
 _SECRET = b"of this benchmark"
@@ -72,7 +74,11 @@ class TransferEnd:
             self._tier = open_host(Kinds(layout, None), size, store=None, host="", secret=None)
         else:
             self._tier = self._shared._tier
-        self.tiers = Tiers([self._tier], lambda: Units(CacheUnit(block_parts(self.cache)), CacheUnit([])))
+        self.tiers = Tiers(
+            [self._tier],
+            lambda: Units(CacheUnit(block_parts(self.cache)), CacheUnit([])),
+            layers=Layers(self.cache.progress, parts_after(self.cache)),
+        )
         self.peers = Peers(
             self.tiers, self._tier, PeerNetwork(self._host, _SECRET),
             memory="", blocks=layout, states=None, block_tokens=BLOCK_TOKENS,
@@ -139,25 +145,46 @@ class HandOver(NamedTuple):
     left_s: float  # from the last chunk to the last loaded block
 
 
-def hand_over(args: argparse.Namespace, *, follows: bool) -> HandOver:
-    """Save all blocks in chunks, with the pause of a step before each, and load them into another rank's cache.
+class Way(NamedTuple):
+    """A way to hand over."""
 
-    Args:
-        follows: Load each block when it is there. Otherwise load all of them after the last chunk.
-    """
+    follows: bool = True  # load each block when it is there; otherwise load all of them after the last chunk
+    by_layer: bool = False  # copy a chunk's layers while its step runs
+
+
+WAYS = {
+    "load afterwards": Way(follows=False),
+    "load as blocks are saved": Way(),
+    "copy layer by layer": Way(by_layer=True),
+}
+
+
+def _run_step(args: argparse.Namespace, cache: PagedCache) -> None:
+    """Take the time of a step. Its layers end one after the other, and the last one's rows are there when it ends."""
+    with cache.progress.running():
+        for layer in range(args.layers):
+            cache.progress.note(layer)
+            time.sleep(args.step_ms / 1000 / args.layers)
+
+
+def hand_over(args: argparse.Namespace, way: Way) -> HandOver:
+    """Save all blocks in chunks, with the pause of a step before each, and load them into another rank's cache."""
     first = TransferEnd(args, "127.0.0.1", seed=1)
     second = TransferEnd(args, "127.0.0.1", seed=2, shared=first)
     try:
         keys, load = first.keys(), LoadJob(second.keys(), list(range(args.blocks)))
-        if follows:
+        if way.follows:
             load.until_s = time.monotonic() + _PATIENCE_S
             second.tiers.load(load)
         for begin in range(0, args.blocks, args.chunk_blocks):
-            time.sleep(args.step_ms / 1000)
+            chunk = range(begin, min(args.blocks, begin + args.chunk_blocks))
+            if way.by_layer:
+                first.tiers.save_early((number, keys[number]) for number in chunk)
+            _run_step(args, first.cache)
             chunk_s = time.perf_counter()
-            for number in range(begin, min(args.blocks, begin + args.chunk_blocks)):
+            for number in chunk:
                 first.tiers.save(SaveJob(number, keys[number]))
-        if not follows:
+        if not way.follows:
             while not first.tiers.has(keys[-1]):
                 time.sleep(1e-4)
             second.tiers.load(load)
@@ -166,6 +193,7 @@ def hand_over(args: argparse.Namespace, *, follows: bool) -> HandOver:
         left_s = time.perf_counter() - chunk_s
         if load.num_loaded != args.blocks:
             raise RuntimeError(f"only {load.num_loaded} blocks were handed over")
+        _compare(first.cache, second.cache)
         return HandOver(first.tiers.figures.store_s + second.tiers.figures.load_s, left_s)
     finally:
         second.close()
@@ -173,10 +201,13 @@ def hand_over(args: argparse.Namespace, *, follows: bool) -> HandOver:
 
 
 def measure_hand_overs(args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Print and return what is left of a hand-over after the prompt, with and without loading ahead."""
+    """Print and return what is left of a hand-over after the prompt. All ways take turns."""
     found = {}
-    for name, follows in (("load afterwards", False), ("load as blocks are saved", True)):
-        runs = [hand_over(args, follows=follows) for _ in range(args.rounds + 1)][1:]
+    runs_of: dict[str, list[HandOver]] = {name: [] for name in WAYS}
+    for _ in range(args.rounds + 1):
+        for name, way in WAYS.items():
+            runs_of[name].append(hand_over(args, way))
+    for name, (_, *runs) in runs_of.items():
         total_s, left_s = (statistics.median(values) for values in zip(*runs, strict=True))
         share = left_s / total_s
         found[name] = {"total_s": round(total_s, 4), "left_s": round(left_s, 4), "share": round(share, 3)}
@@ -225,11 +256,6 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     other = TransferEnd(args, "127.0.0.1", seed=2)
     other.close()
 
-    def compare() -> None:
-        pairs = zip(block_parts(side.cache), block_parts(other.cache), strict=True)
-        if not all(torch.equal(ours, theirs) for ours, theirs in pairs):
-            raise RuntimeError("the fetched blocks differ from those that were sent")
-
     def add(name: str, once: Callable[[], float]) -> None:
         times = [once() for _ in range(args.rounds + 1)][1:]
         median_s, best_s = statistics.median(times), min(times)
@@ -258,11 +284,17 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
 
             fetch_again()
             side.load()
-            compare()
+            _compare(side.cache, other.cache)
             add(f"fetch over {name}", fetch_again)
             add(f"fetch over {name} and load", lambda: fetch_again() + side.load())
     side.close()
     return ways
+
+
+def _compare(ours: PagedCache, theirs: PagedCache) -> None:
+    pairs = zip(block_parts(ours), block_parts(theirs), strict=True)
+    if not all(torch.equal(our, their) for our, their in pairs):
+        raise RuntimeError("blocks differ from those that were sent")
 
 
 @contextlib.contextmanager

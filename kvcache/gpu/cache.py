@@ -17,6 +17,7 @@ from torch import Tensor
 from kvcache.gpu.step import DeviceStep
 from kvcache.gpu.write import Scales, write_pages
 from kvcache.paged_cache import BLOCK_TOKENS, LayerShape, PagedCache, StateShape
+from kvcache.progress import Progress
 
 Room = TypeVar("Room")
 
@@ -45,6 +46,7 @@ class DeviceCache(PagedCache):
     ) -> None:
         """Allocate zeroed pages: a masked load of memory that was never written must not be NaN."""
         self.shapes, self.num_blocks, self.step = shapes, num_blocks, None
+        self.progress = Progress()  # without layers: captured graphs do not note them
         self.keys, self.values, self.indexes, self.tails, self.states = [], [], [], [], []
         self.scales: list[Scales | None] = []
         self.index_scales: list[Tensor | None] = []

@@ -14,6 +14,14 @@ class SaveJob:
     is_state: bool = False
 
 
+class EarlySave(NamedTuple):
+    """Copy a block's layers to host memory while a step fills them. A `SaveJob` for the block ends it, if one comes."""
+
+    index: int  # of the block
+    key: bytes
+    run: int  # of `kvcache.progress.Progress`: the step that fills the block
+
+
 @dataclass(eq=False)
 class LoadJob:
     """Fill blocks that continue a prefix, and the state slot after them if the model keeps states."""

@@ -39,6 +39,9 @@ _HEADER = struct.Struct("<8sIQQ32s32s32s")  # magic, version, record bytes, reco
 _NUMBER = struct.Struct("<Q")
 _ENTRY = struct.Struct(f"<{KEY_BYTES}sQB")  # key, checksum, whether it was read since the hand last came by
 _READ_AT = _ENTRY.size - 1  # of an entry
+# Of a record that is written in parts: its key, and how many of its bytes are there.
+_PART = struct.Struct(f"<{KEY_BYTES}sQ")
+_PART_AT = 32  # of an entry
 _LISTED = struct.Struct("<II")  # place + 1, or 0 for none; four bytes of the key
 _HEADER_BYTES, _GENERATION_AT, _HAND_AT = 4096, 2048, 2056
 _PAGE = 4096
@@ -74,6 +77,13 @@ class _Entry(NamedTuple):
 
 
 _NO_ENTRY = _Entry(bytes(KEY_BYTES), 0, 0)
+
+
+class PartOfRecord(NamedTuple):
+    """What is there of a record that is not whole yet. Only the checksum of the whole record shows whether it is right."""
+
+    place: int
+    num_bytes: int  # the first ones
 
 
 class ReadResult(Enum):
@@ -113,6 +123,7 @@ class RecordStore:
         """
         self._fd, self.name = fd, name
         self._writing = Lock()  # the locks of fcntl(2) exclude other processes, but no threads of this one
+        self._open: set[int] = set()  # places of records that this process writes in parts
         num_records = num_records_in(num_bytes, layout.record_bytes)
         with self._locked(0, _HEADER_BYTES, waits=True):
             found = os.pread(fd, _HEADER.size, 0)
@@ -211,6 +222,8 @@ class RecordStore:
             if take() == checksum:
                 self._note_read(place, 1)
                 return ReadResult.WHOLE
+        if place in self._open:  # replaced meanwhile; its lock is held
+            return ReadResult.MISS
         with self._writing, self._locked(self._entry_at(place), ENTRY_BYTES, waits=False) as is_locked:
             if not is_locked or self._find(key) != before:
                 return ReadResult.MISS
@@ -233,6 +246,62 @@ class RecordStore:
             finally:
                 self._unlock(self._entry_at(place), ENTRY_BYTES)
         return True
+
+    def begin(self, key: bytes) -> int | None:
+        """Take a place for a record that is written in parts, unless it is there or no place can be taken now.
+
+        Returns:
+            The place, for `write_part`, `note_part`, and one call of `complete` or `cancel`.
+        """
+        with self._writing:
+            place = self._take_place(key)
+            if place is not None:
+                self._open.add(place)
+                self.note_part(place, key, 0)
+            return place
+
+    def write_part(self, place: int, at: int, buffers: Sequence[memoryview]) -> None:
+        """Write bytes of a record that was begun, from byte `at`."""
+        self._transfer(os.pwritev, buffers, place, at)
+
+    def note_part(self, place: int, key: bytes, num_bytes: int) -> None:
+        """Let `part_of` find the first bytes of a record that was begun."""
+        os.pwrite(self._fd, _PART.pack(key, num_bytes), self._entry_at(place) + _PART_AT)
+
+    def complete(self, place: int, key: bytes, checksum: int) -> None:
+        """End a record that was begun. All its bytes were written."""
+        self._end(place, _Entry(key, checksum, 0))
+
+    def cancel(self, place: int) -> None:
+        """Drop a record that was begun."""
+        self._end(place, _NO_ENTRY)
+
+    def _end(self, place: int, entry: _Entry) -> None:
+        with self._writing:
+            try:
+                self._write_entry(place, entry)
+            finally:
+                self._open.discard(place)
+                self._unlock(self._entry_at(place), ENTRY_BYTES)
+
+    def part_of(self, key: bytes) -> PartOfRecord | None:
+        """Return what is there of a record that some process writes in parts. None if it is whole, or not begun."""
+        for place, tag in self._bucket(key):
+            if place and tag == _tag(key):
+                entry = os.pread(self._fd, ENTRY_BYTES, self._entry_at(place - 1))
+                found, num_bytes = _PART.unpack_from(entry, _PART_AT)
+                if found == key:
+                    return PartOfRecord(place - 1, num_bytes)
+        return None
+
+    def checksum_of(self, place: int, key: bytes) -> int | None:
+        """Return the checksum of a record at its place. None if it is not whole, or another record is there."""
+        entry = self._entry(place)
+        return entry.checksum if entry.key == key else None
+
+    def read_part(self, place: int, at: int, buffers: Sequence[memoryview]) -> None:
+        """Read bytes of a record from byte `at`. They may be those of another record."""
+        self._transfer(os.preadv, buffers, place, at)
 
     def _take_place(self, key: bytes) -> int | None:
         """Lock a place for a new record, and list it. Its old record is gone. None if the key is there, or no place is free."""
@@ -260,7 +329,7 @@ class RecordStore:
                 passed += 1
                 if entry.key != _NO_ENTRY.key and entry.was_read:
                     self._note_read(place, 0)
-                elif self._lock(self._entry_at(place), ENTRY_BYTES):
+                elif place not in self._open and self._lock(self._entry_at(place), ENTRY_BYTES):
                     os.pwrite(self._fd, _NUMBER.pack((place + 1) % self.num_records), _HAND_AT)
                     return place
         return None
@@ -307,17 +376,21 @@ class RecordStore:
         return [_Entry(*_ENTRY.unpack_from(data, at)) for at in range(0, len(data), ENTRY_BYTES)]
 
     def _write_entry(self, place: int, entry: _Entry) -> None:
-        os.pwrite(self._fd, _ENTRY.pack(*entry), self._entry_at(place))
+        os.pwrite(self._fd, _ENTRY.pack(*entry).ljust(ENTRY_BYTES, b"\0"), self._entry_at(place))
 
     def _note_read(self, place: int, was_read: int) -> None:
         """Write one byte only: another process may be replacing the entry."""
         os.pwrite(self._fd, bytes([was_read]), self._entry_at(place) + _READ_AT)
 
     def _transfer(
-        self, call: Callable[[int, Sequence[memoryview], int], int], buffers: Sequence[memoryview], place: int
+        self,
+        call: Callable[[int, Sequence[memoryview], int], int],
+        buffers: Sequence[memoryview],
+        place: int,
+        at: int = 0,
     ) -> None:
-        """Read or write a whole record."""
-        at = self._records_at + place * self.record_bytes
+        """Read or write a record from byte `at`, as many bytes as the buffers have."""
+        at += self._records_at + place * self.record_bytes
         for begin in range(0, len(buffers), _MOST_BUFFERS):
             some = buffers[begin : begin + _MOST_BUFFERS]
             wanted = sum(len(buffer) for buffer in some)

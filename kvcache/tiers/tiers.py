@@ -1,9 +1,9 @@
 """The tiers below a rank's pages: host memory, then a disk. Copies blocks and states to them and back.
 
 A block is copied when it is full, long before it is evicted, so a step never waits for a copy, and a killed rank leaves what
-it had computed. All copies happen in threads: one loads, one saves, and one loads blocks as another rank saves them. The step
-loop gives them jobs and takes them back when they are done (`scheduler.policy.tier_tables`); until then the job's blocks belong
-to the thread.
+it had computed. Blocks that another rank waits for are copied while their step still runs (`kvcache.tiers.early`). All copies
+happen in threads: one loads, one saves, and one loads blocks as another rank saves them. The step loop gives them jobs and takes
+them back when they are done (`scheduler.policy.tier_tables`); until then the job's blocks belong to the thread.
 
 A tier can only save time. A record that its checksum does not confirm is computed again. If a tier's file fails (a full or
 read-only disk), the tier is left out from then on, with one message, and the service goes on.
@@ -13,20 +13,24 @@ import hashlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from queue import SimpleQueue
+from functools import partial
+from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 from typing import Any, NamedTuple, Protocol
 
+from kvcache.tiers.early import EarlyLoads, EarlySaves, Layers
 from kvcache.tiers.figures import TierFigures
-from kvcache.tiers.jobs import FetchJob, LoadJob, PeerAddress, SaveJob
+from kvcache.tiers.jobs import EarlySave, FetchJob, LoadJob, PeerAddress, SaveJob
 from kvcache.tiers.records import SECRET_BYTES, ReadResult, RecordStore
-from kvcache.unit import Unit
+from kvcache.unit import CacheUnit, Unit
 
 log = logging.getLogger(__name__)
 COUNT_EVERY_S = 5.0  # how often the records of the tiers are counted
-_FOLLOW_S = 0.002  # between two looks for a block that another rank is saving
+_FOLLOW_S = 0.002  # between two looks for what another rank is saving, or for the layers of a running step
+
+_Job = SaveJob | EarlySave | LoadJob | None  # None ends a thread
 
 
 class Tier(NamedTuple):
@@ -77,6 +81,7 @@ class Tiers:
         *,
         enter_thread: Callable[[], None] = lambda: None,
         on_idle: Callable[[], None] = lambda: None,
+        layers: Layers | None = None,
     ) -> None:
         """Start the threads.
 
@@ -85,8 +90,11 @@ class Tiers:
             make_units: Called once per thread.
             enter_thread: Called first in each thread, to select its device.
             on_idle: Called in a thread when it has done all its jobs, so that a sleeping step loop takes them back.
+            layers: The progress of steps. None: `save_early` does nothing.
         """
         self._tiers = list(tiers)
+        self._host = next((tier for tier in tiers if tier.name == "host"), None)
+        self._layers = layers
         self.on_idle = on_idle
         oldest = tiers[-1].blocks  # the slowest tier outlives the others
         self._secret, self._generation = oldest.secret, oldest.generation
@@ -97,7 +105,7 @@ class Tiers:
         self._lock = Lock()  # of the figures
         self._figures = TierFigures()
         self._counted_s = float("-inf")
-        self._jobs: list[SimpleQueue[SaveJob | LoadJob | None]] = [SimpleQueue(), SimpleQueue()]
+        self._jobs: list[SimpleQueue[_Job]] = [SimpleQueue(), SimpleQueue()]
         self._threads = [
             Thread(target=self._work, args=(jobs, make_units, enter_thread), name=name, daemon=True)
             for jobs, name in zip(self._jobs, ("kv-load", "kv-save"), strict=True)
@@ -135,6 +143,13 @@ class Tiers:
     def save(self, save: SaveJob) -> None:
         """Copy a block or a state, which must not change until `finished` returns the job."""
         self._jobs[1].put(save)
+
+    def save_early(self, blocks: Iterable[tuple[int, bytes]]) -> None:
+        """Begin to copy blocks, with their keys, which the next step fills. Call it just before that step."""
+        if self._layers is not None:
+            run = self._layers.progress.run + 1
+            for index, key in blocks:
+                self._jobs[1].put(EarlySave(index, key, run))
 
     def load(self, load: LoadJob) -> None:
         """Fill blocks and a state slot, which nothing else may read or write until `finished` returns the job."""
@@ -213,19 +228,20 @@ class Tiers:
 
     def _work(
         self,
-        jobs: "SimpleQueue[SaveJob | LoadJob | None]",
+        jobs: "SimpleQueue[_Job]",
         make_units: Callable[[], Units],
         enter_thread: Callable[[], None],
     ) -> None:
         enter_thread()
         units = make_units()
-        while (job := jobs.get()) is not None:
+        early = self._early_saves(units) if jobs is self._jobs[1] else None
+        while (job := self._next_job(jobs, early)) is not None:
             begun_s = time.perf_counter()
             try:
                 if isinstance(job, LoadJob):
                     self._load(job, units)
                 else:
-                    self._save(job, units)
+                    self._save(job, units, early)
             except Exception:  # the thread goes on: a job that never ended would keep its blocks
                 log.exception("A KV block was not copied. It is computed again when it is needed")
             seconds = time.perf_counter() - begun_s
@@ -234,11 +250,48 @@ class Tiers:
             if jobs.empty():
                 self._count_records()
                 self.on_idle()
+        if early is not None:
+            self._do_early(early.close)
+
+    def _early_saves(self, units: Units) -> EarlySaves | None:
+        if self._layers is None or self._host is None or not isinstance(units.blocks, CacheUnit):
+            return None
+        return EarlySaves(units.blocks, self._layers, self._host.blocks)
+
+    def _next_job(self, jobs: "SimpleQueue[_Job]", early: EarlySaves | None) -> SaveJob | LoadJob | None:
+        """Return the next job. Until there is one, copy the layers that a running step has written."""
+        while True:
+            if early is not None:
+                begun_s = time.perf_counter()
+                if self._do_early(early.advance):
+                    self.note(store_s=time.perf_counter() - begun_s)
+                self._do_early(partial(early.drop_left, jobs.empty))
+            try:
+                job = jobs.get(timeout=_FOLLOW_S if early is not None and early.is_waiting else None)
+            except Empty:
+                continue
+            if not isinstance(job, EarlySave):
+                return job
+            if early is not None:
+                self._do_early(partial(early.begin, job))
+
+    def _do_early(self, copy: Callable[[], bool | None]) -> bool:
+        """Call a method of `EarlySaves`, and return its result. False after an error: then the blocks are saved after their step."""
+        assert self._host is not None, "blocks are copied early to host memory only"
+        try:
+            with self._without_failures_of(self._host):
+                return bool(copy())
+        except Exception:  # the thread goes on, as in `_work`
+            log.exception("A KV block was not copied while it was computed. It is copied later")
+        return False
 
     def _follow(self, make_units: Callable[[], Units], enter_thread: Callable[[], None]) -> None:
         """Load blocks as other ranks save them."""
         enter_thread()
         units = make_units()
+        early = None
+        if self._host is not None and isinstance(units.blocks, CacheUnit):
+            early = EarlyLoads(units.blocks, self._host.blocks)
         open_jobs: list[LoadJob] = []
         while True:
             while not open_jobs or not self._following.empty():
@@ -248,31 +301,46 @@ class Tiers:
             is_still = True
             for job in list(open_jobs):
                 begun_s, num_before = time.perf_counter(), job.num_loaded
-                is_open = self._load_next(job, units)
-                if job.num_loaded > num_before:
+                is_open, has_copied = self._load_next(job, units, early)
+                if job.num_loaded > num_before or has_copied:
                     is_still = False
                     self.note(load_s=time.perf_counter() - begun_s)
                 if not is_open:
                     open_jobs.remove(job)
+                    if early is not None:
+                        early.forget(job)
                     self._done.append(job)
                     self.on_idle()
             if is_still:
                 time.sleep(_FOLLOW_S)
 
-    def _load_next(self, load: LoadJob, units: Units) -> bool:
-        """Fill the blocks that are there by now. Returns whether the job goes on."""
+    def _load_next(self, load: LoadJob, units: Units, early: EarlyLoads | None) -> tuple[bool, bool]:
+        """Fill the blocks that are there by now. Returns whether the job goes on, and whether parts of blocks were copied."""
+        has_copied = False
         try:
-            while load.num_loaded < len(load.keys) and self.has(load.keys[load.num_loaded]):
-                at = load.num_loaded
-                source = self._read(load.keys[at], load.block_ids[at], units, is_state=False)
+            while load.num_loaded < len(load.keys):
+                at, is_whole = load.num_loaded, False
+                if early is not None and self._host is not None:
+                    with self._without_failures_of(self._host):
+                        is_whole = early.finish(load)
+                if is_whole:
+                    source: str | None = "host"
+                    self.note(host_load_bytes=units.blocks.num_bytes)
+                elif self.has(load.keys[at]):
+                    source = self._read(load.keys[at], load.block_ids[at], units, is_state=False)
+                else:
+                    break
                 if source is None:  # damaged, or gone
-                    return False
+                    return False, has_copied
                 load.sources.append(source)
                 load.num_loaded += 1
+            if early is not None and self._host is not None and load.num_loaded < len(load.keys):
+                with self._without_failures_of(self._host):
+                    has_copied = early.advance(load)
         except Exception:  # the thread goes on, as in `_work`
             log.exception("A KV block was not copied. It is computed again when it is needed")
-            return False
-        return load.num_loaded < len(load.keys) and time.monotonic() < load.until_s
+            return False, has_copied
+        return load.num_loaded < len(load.keys) and time.monotonic() < load.until_s, has_copied
 
     def _load(self, load: LoadJob, units: Units) -> None:
         """Fill blocks until one is missing. Blocks without the state that belongs to them are of no use."""
@@ -302,9 +370,14 @@ class Tiers:
                     self.note(num_faults=1)
         return None
 
-    def _save(self, save: SaveJob, units: Units) -> None:
+    def _save(self, save: SaveJob, units: Units, early: EarlySaves | None) -> None:
         missing = []
+        is_in_host = early is not None and self._do_early(partial(early.finish, save))
+        if is_in_host:
+            self.note(host_store_bytes=units.blocks.num_bytes)
         for tier in list(self._tiers):
+            if is_in_host and tier.name == "host":
+                continue
             with self._without_failures_of(tier):
                 if tier.store(is_state=save.is_state).has(save.key):
                     tier.store(is_state=save.is_state).touch(save.key)

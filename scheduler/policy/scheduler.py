@@ -371,6 +371,15 @@ class Scheduler:
             self._in_flight.append(batch)
         return batch
 
+    def coming_blocks(self, batch: StepBatch) -> list[tuple[int, bytes]]:
+        """Return the blocks, and their keys, that a planned step fills of requests that other ranks will continue."""
+        return [
+            block
+            for item in batch.items
+            if item.sequence.request.hands_over and item.sequence.status is SequenceStatus.RUNNING
+            for block in self._tables.coming_blocks(item.sequence, item.start, item.end)
+        ]
+
     def commit(
         self,
         batch: StepBatch,

@@ -236,6 +236,18 @@ class BlockTables:
             self._states.advance(sequence, start, end)
         sequence.num_computed = end
 
+    def coming_blocks(self, sequence: Sequence, start: int, end: int) -> list[tuple[int, bytes]]:
+        """Return the blocks that tokens [start, end) fill, and the keys under which they will be published."""
+        pool, size = self._pool, self._pool.block_tokens
+        first, last = start // size, end // size
+        parent = sequence.root_key
+        if first:
+            if not pool.is_published(sequence.block_ids[first - 1]):
+                return []
+            parent = pool.key_of(sequence.block_ids[first - 1])
+        keys = pool.keys_of(sequence.key_ids[first * size : last * size], parent)
+        return list(zip(sequence.block_ids[first:last], keys, strict=True))
+
     def hand_over(self, sequence: Sequence) -> int:
         """Release a sequence that another rank continues. Its last step must be committed.
 

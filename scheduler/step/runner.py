@@ -136,7 +136,8 @@ class Runner:
         experts_s = self._model.load_counts.experts_s if has_prefill else 0.0
         scored = _scored(batch)
         inputs = fill_step(self.step, batch, agreed_tokens, before)
-        logits_RV = self._forward(inputs.token_T, self._cache, inputs.row_R, keeps_hidden=bool(scored))
+        with self._cache.progress.running():
+            logits_RV = self._forward(inputs.token_T, self._cache, inputs.row_R, keeps_hidden=bool(scored))
         if has_prefill:
             experts_s = self._model.load_counts.experts_s - experts_s
         return Underway(

@@ -117,6 +117,7 @@ class LayerProgram:
                 module, hidden_states, *more, position_embeddings=position_embeddings, pages=pages, **options
             )
         cosines, sines = position_embeddings
+        pages.progress.note(self.parts.attention.layer)  # layers run in order
         places, first, _, after = self.rows(pages, cosines.shape[2])
         out = torch.empty_like(hidden_states)
         give_rows(first, places, hidden_states, cosines, sines)

@@ -18,14 +18,26 @@ from torch import Tensor, nn
 from attention.cpu.attention import NUM_TILES, TILES
 from attention.cpu.norm import norm_rows
 from attention.transformers_names import CACHE
-from dispatch.compiled.team import Program, program_of, run_alone
+from dispatch.compiled.native import load, store
+from dispatch.compiled.team import Kernel, Program, program_of, run_alone
 from kvcache.paged_cache import PagedCache
+from kvcache.progress import WORD_BYTES
 from kvcache.step import Step
 from moe.cpu.kernels.local_experts import ANSWERS, OUT
 from moe.cpu.program.activations import Activations, Rows
 from moe.cpu.program.layer import LayerProgram, LayerRows, give_rows
 from moe.cpu.program.layer_parts import Norm
 from moe.cpu.program.spread_experts import SpreadExperts
+
+
+def _note_layers(tile, at, num_layers):  # type: ignore[no-untyped-def]
+    # It has no tiles, so threads need not meet for it. `kvcache.progress` describes the two words.
+    if tile < 0:
+        store(at, load(at + WORD_BYTES) + num_layers)
+    return 0
+
+
+NOTE_LAYERS = Kernel(_note_layers, 1)
 
 
 class _Segment(NamedTuple):
@@ -131,10 +143,10 @@ class StepProgram:
             one.before is not other.before or one.after is not other.after or one.spread is not other.spread
             for one, other in zip(layers, written.layers, strict=True)
         ):
-            written = self._written[kind] = self._write(layers, rotary_dim)
+            written = self._written[kind] = self._write(layers, pages, rotary_dim)
         return written
 
-    def _write(self, layers: list[LayerRows], rotary_dim: int) -> _Written:
+    def _write(self, layers: list[LayerRows], pages: PagedCache, rotary_dim: int) -> _Written:
         hidden, normed, (cosines, sines) = self.hidden_TD, self.normed_TD, self.angles(rotary_dim)
         segments: list[_Segment] = []
         parts: list[Program] = [program_of(self._ends.before)]
@@ -155,7 +167,8 @@ class StepProgram:
             if layer.tile_tokens:
                 places = sum(map(len, parts)) + rows.places.attention
                 attention.setdefault(layer.tile_tokens, []).extend(places)
-            parts.append(before)
+            layers_done = NOTE_LAYERS.row(pages.progress.address, layer.parts.attention.layer + 1)
+            parts += [before, program_of([layers_done])]
             if rows.spread is not None:
                 opens = spread = rows.spread
                 end(spread.meet_with_rows)
@@ -167,7 +180,7 @@ class StepProgram:
                 answers = len(after) - 1
             if after is not None:
                 parts.append(after)
-            parts[-1][-1, OUT] = hidden.data_ptr()
+            (before if after is None else after)[-1, OUT] = hidden.data_ptr()
         last = norm_rows(
             hidden.data_ptr(), self._norm.weight.data_ptr(), self._norm.eps, hidden.shape[1], normed.data_ptr(),
             self._step.facts.data_ptr() + 8,

@@ -184,6 +184,64 @@ def test_a_full_disk_is_an_error_and_leaves_no_record(
     assert not store.has(key_of(1)) and put(store, 1)
 
 
+def test_a_record_that_is_written_in_parts_is_found_when_it_is_whole(tmp_path: Path) -> None:
+    store, other = open_store(tmp_path / "blocks.kv"), open_store(tmp_path / "blocks.kv")
+    content = memoryview(content_of(1))
+    place = store.begin(key_of(1))
+    assert place is not None and other.part_of(key_of(1)) == (place, 0)
+    store.write_part(place, 0, [content[:60], content[60:100]])
+    store.note_part(place, key_of(1), 100)
+    assert other.part_of(key_of(1)) == (place, 100) and other.part_of(key_of(2)) is None
+    buffer = bytearray(SIZE)
+    other.read_part(place, 10, [memoryview(buffer)[10:100]])
+    assert buffer[10:100] == content[10:100]
+    assert not other.has(key_of(1)) and other.checksum_of(place, key_of(1)) is None
+    assert get(other, 1)[0] is ReadResult.MISS and other.count() == 0
+    store.write_part(place, 100, [content[100:]])
+    store.complete(place, key_of(1), sum_bytes(content_of(1)))
+    assert other.part_of(key_of(1)) is None
+    assert other.checksum_of(place, key_of(1)) == sum_bytes(content_of(1))
+    assert get(other, 1) == (ReadResult.WHOLE, content_of(1))
+    assert store.begin(key_of(1)) is None, "it is there"
+
+
+def test_a_place_that_is_written_in_parts_is_not_taken_until_it_is_dropped(tmp_path: Path) -> None:
+    store, other = open_store(tmp_path / "blocks.kv"), open_store(tmp_path / "blocks.kv")
+    place = store.begin(key_of(0))
+    assert place is not None
+    for number in range(1, 2 * store.num_records):
+        assert put(store if number % 2 else other, number)
+    assert store.part_of(key_of(0)) == (place, 0), "the place is still taken"
+    store.cancel(place)
+    assert store.part_of(key_of(0)) is None and not store.has(key_of(0))
+    assert all(put(other, number) for number in range(1000, 1000 + store.num_records))
+    assert other.count() == other.num_records
+
+
+def _begin_and_wait(path: Path, begun: Any) -> None:
+    store = open_store(path)
+    place = store.begin(key_of(1))
+    assert place is not None
+    store.note_part(place, key_of(1), 50)
+    begun.set()
+    signal.pause()
+
+
+def test_a_part_that_a_killed_writer_left_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "blocks.kv"
+    store = open_store(path)
+    context = multiprocessing.get_context("forkserver")
+    begun = context.Event()
+    writer = context.Process(target=_begin_and_wait, args=(path, begun), daemon=True)
+    writer.start()
+    assert begun.wait(60) and writer.pid is not None
+    os.kill(writer.pid, signal.SIGKILL)
+    writer.join(timeout=30)
+    assert not store.has(key_of(1)) and put(store, 1)
+    assert all(put(store, number) for number in range(1000, 1000 + store.num_records))
+    assert store.part_of(key_of(1)) is None
+
+
 def _storm(path: Path, seed: int, count: int) -> int:
     """Write and read records of a small store as fast as possible. Return how many reads were whole; -1 after a fault."""
     store, rng, whole = open_store(path, num_records=32), random.Random(seed), 0

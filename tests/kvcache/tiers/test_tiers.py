@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from kvcache.paged_cache import LayerShape, PagedCache, StateShape
+from kvcache.tiers.early import Layers
 from kvcache.tiers.jobs import LoadJob, SaveJob
 from kvcache.tiers.opening import Kinds, SharedStore, open_disk, open_host
 from kvcache.tiers.records import RecordLayout, StoreError
 from kvcache.tiers.tiers import Tiers, Units
-from kvcache.unit import CacheUnit, block_parts, state_parts
+from kvcache.unit import CacheUnit, block_parts, parts_after, state_parts
 
 SHAPES = [
     LayerShape(num_kv_heads=2, key_dim=8, value_dim=16),
@@ -49,7 +50,8 @@ class Rank:
         if host_bytes:
             secret = tiers[0].blocks.secret if tiers else None
             tiers.insert(0, open_host(kinds, host_bytes, store=store, host="here", secret=secret))
-        self.tiers = Tiers(tiers, self._units)
+        layers = Layers(self.cache.progress, parts_after(self.cache))
+        self.tiers = Tiers(tiers, self._units, layers=layers)
 
     def parts(self) -> list[Tensor]:
         return [part for part in (*block_parts(self.cache), *state_parts(self.cache)) if part.numel()]
