@@ -153,6 +153,47 @@ class ReturnTo(NamedTuple):
     refusal: str = ""  # why the service does not want the rank
 
 
+class KeptFile(NamedTuple):
+    """A file in the folder that outlives a front."""
+
+    path: str  # relative to the folder
+    num_bytes: int
+    mtime_ns: int
+
+
+class Follow(NamedTuple):
+    """The first message of the standby's front (`--standby`), instead of `RankFacts`. The leading front then sends its files."""
+
+    files: list[KeptFile]  # the copies that the standby has
+    has_taken_over: bool = False  # it leads now, and the other front must end
+
+
+class FilePart(NamedTuple):
+    """Bytes of a file of the leading front, for the standby. A file's first part replaces the copy."""
+
+    path: str
+    offset: int  # the number of bytes that the copy has before, or 0
+    content: np.ndarray  # uint8
+    mtime_ns: int
+    is_last: bool
+
+
+class FileGone(NamedTuple):
+    """The leading front has removed a file."""
+
+    path: str
+
+
+class Copied(NamedTuple):
+    """Sent by the leading front behind files, and returned by the standby when it has written them."""
+
+    number: int
+
+
+class ServiceEnds(NamedTuple):
+    """The leading front ends in order, so the standby does not take over."""
+
+
 class StepOutput(NamedTuple):
     """Outputs and statistics of one or more steps; sent if there are outputs or statistics are due."""
 
@@ -296,7 +337,9 @@ ToRank = (
     | WeightOrder | AdapterOrder
 )  # fmt: skip
 # These begin and end a stream; its two ends handle them.
-_OfStream = RankFacts | Claim | Claimed | ReturnOf | ReturnTo | Welcome | Goodbye
+_OfStream = (
+    RankFacts | Claim | Claimed | ReturnOf | ReturnTo | Welcome | Goodbye | Follow | FilePart | FileGone | Copied | ServiceEnds
+)  # fmt: skip
 _KINDS = typing.get_args(FromRank | ToRank | _OfStream)
 _MESSAGES: dict[str, type] = {each.__name__: each for each in _KINDS}
 

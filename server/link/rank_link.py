@@ -94,6 +94,8 @@ class RankLink:
         self.address, self._handshake = address, Handshake(cluster_key)
         self._token, self._facts, self._receive = token, facts, receive
         self._pool = pool or range(facts.world_size)
+        # Called before the front's first order is received.
+        self.on_welcome: Callable[[], None] = lambda: None
         self._changed = threading.Condition()
         self._newest: dict[type, Any] = {}  # pending messages of SENT_FIRST and SENT_LAST
         self._in_order: list[FromRank] = []  # all other pending messages
@@ -211,6 +213,7 @@ class RankLink:
     def _take(self, message: ToRank | Welcome) -> None:
         if isinstance(message, Welcome):
             self._is_taken = True
+            self.on_welcome()
             self._welcome.set()
             return
         if isinstance(message, Stop):

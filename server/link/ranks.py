@@ -11,8 +11,8 @@ import math
 import socket
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable
-from typing import NamedTuple, NoReturn
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from typing import Any, NamedTuple, NoReturn
 
 import grpc
 import grpc.aio
@@ -30,6 +30,7 @@ from server.link.messages import (
     Claim,
     Claimed,
     Expect,
+    Follow,
     FromRank,
     Goodbye,
     RankFacts,
@@ -116,6 +117,28 @@ class AttachedRank:
         self._posted.set()
 
 
+class StandbyStream:
+    """The stream to the standby's front."""
+
+    def __init__(
+        self, first: Follow, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext, seal: Seal
+    ) -> None:
+        self.first, self._messages, self._context, self._seal = first, messages, context, seal
+
+    async def send(self, message: object) -> None:
+        """Send a message. Only one task may send."""
+        await self._context.write(self._seal.seal(encode(message)))
+
+    async def received(self) -> AsyncIterator[Any]:
+        """Yield the standby's further messages.
+
+        Raises:
+            SealError: It has no cluster key, or another one.
+        """
+        async for message in self._messages:
+            yield decode(self._seal.open(message))
+
+
 class Ranks:
     """The attached ranks, by number."""
 
@@ -139,6 +162,7 @@ class Ranks:
         self._claim: Callable[[Claim], Claimed]
         self._world_size_of: Callable[[int], int | None]
         self._find_return: Callable[[ReturnOf], ReturnTo]
+        self.on_follow: Callable[[StandbyStream], Awaitable[None]] | None = None  # serves the standby's front
         self._left = asyncio.Event()
         self._secret = bearer(token).encode()
         self._server = grpc.aio.server(options=OPTIONS)
@@ -146,6 +170,10 @@ class Ranks:
         self._server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(SERVICE, {METHOD: attach}),)
         )
+
+    def use_token(self, token: str) -> None:
+        """Let ranks attach that know this token."""
+        self._secret = bearer(token).encode()
 
     def bind(self, host: str, port: int = 0) -> str:
         """Bind a port for the ranks. They may connect from now on; `serve` handles them.
@@ -315,7 +343,7 @@ class Ranks:
     ) -> AttachedRank | None:
         """Authenticate a stream and attach its rank, or refuse it with a reason.
 
-        Returns None if it was a worker's claim, which is answered here.
+        Returns None if it was another kind of stream, such as a worker's claim, which is served here.
         """
         metadata = dict(context.invocation_metadata() or ())
         if not hmac.compare_digest(str(metadata.get(TOKEN_KEY, "")).encode(), self._secret):
@@ -337,6 +365,12 @@ class Ranks:
             return None
         if isinstance(facts, ReturnOf):
             await context.write(seal.seal(encode(self._find_return(facts))))
+            return None
+        if isinstance(facts, Follow):
+            if self.on_follow is None:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "this service has no --standby")
+            else:
+                await self.on_follow(StandbyStream(facts, messages, context, seal))
             return None
         if not isinstance(facts, RankFacts):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be RankFacts")

@@ -327,6 +327,7 @@ def _check_together(options: Options, environment: Mapping[str, str]) -> None:
             "--ssl-certfile does not apply to --uds, whose socket is local to this machine; leave it out"
         )
     _check_fronts(options)
+    _check_standby(options)
     _check_tiers(options.engine)
     _check_adapters(options)
     _check_pools(options)
@@ -350,6 +351,19 @@ def _check_fronts(options: Options) -> None:
     for flag, is_given in (("--enable-lora", options.engine.enable_lora), ("--pool", options.has_own_pool)):
         if is_given:
             raise OptionsError(f"{flag} works with one front only; leave it or --api-server-count out")
+
+
+def _check_standby(options: Options) -> None:
+    if options.standby is None:
+        return
+    for flag, is_given in (
+        ("--uds", options.uds is not None),
+        ("--api-server-count", options.api_server_count > 1),
+        ("--pool", options.has_own_pool),
+        ("--port 0", options.port == 0),
+    ):
+        if is_given:
+            raise OptionsError(f"--standby does not work with {flag}; leave one of the two out")
 
 
 def _check_tiers(engine: EngineSettings) -> None:

@@ -57,6 +57,7 @@ DEMO_MODEL = "demo"
 FCFS, PRIORITY = "fcfs", "priority"  # scheduling policies
 ROUTER_NAMES = ("prefix", "fewest", "round-robin")  # see `server.front.routing.routers`
 RESIZE_TIMEOUT_S = 600.0
+STANDBY_PORT = 29401  # of the second store; torchrun's default for the first one is 29400
 SHUTDOWN_TIMEOUT_S = 25.0  # torchrun and Kubernetes kill a process 30 s after SIGTERM
 MAX_SOCKET_PATH = 107  # bytes; Linux's sockaddr_un holds 108, including the final zero
 # Endpoints that machines and the dashboard poll every few seconds.
@@ -165,6 +166,23 @@ def _endpoint(name: str, given: Any) -> str:
             f"{name} is {given!r}; give HOST:PORT, the service's --rdzv-endpoint, such as 10.0.0.1:29400"
         )
     return str(given)
+
+
+def standby_address(name: str, given: Any) -> str:
+    """Return the HOST:PORT of --standby.
+
+    Raises:
+        OptionsError: The value has another form.
+    """
+    host, colon, port = text(name, given).rpartition(":")
+    if not colon or port.endswith("]"):  # a host or an [IPv6] address
+        host, port = str(given), str(STANDBY_PORT)
+    if not host or not port.isdecimal() or not 0 < int(port) < 65_536 or (":" in host and host[0] != "["):
+        raise OptionsError(
+            f"{name} is {given!r}; give a name or an address of the second node, such as 10.0.0.2 or 10.0.0.2:{STANDBY_PORT} "
+            "(IPv6 in brackets)"
+        )
+    return f"{host}:{port}"
 
 
 def _pools(name: str, given: Any) -> str:
@@ -439,6 +457,11 @@ class Options:
         RANKS, "--join", read=_endpoint, metavar="HOST:PORT",
         help="join the service with this --rdzv-endpoint from a separate torchrun, as the pool of --pool or in the place of a lost "
         "node; for `wideep worker`",
+    )  # fmt: skip
+    standby: str | None = flag(
+        RANKS, "--standby", read=standby_address, metavar="HOST[:PORT]", default_text="none",
+        help="address of a second node that takes over if the node of --rdzv-endpoint is lost, with a port for a second store "
+        f"(default {STANDBY_PORT}); the same on all nodes; for `wideep worker` with --rdzv-backend wideep (docs/standby.md)",
     )  # fmt: skip
     pool: str | None = flag(
         RANKS, "--pool", read=_pool, metavar="NAME", default_text="the value of --role, if that is given",

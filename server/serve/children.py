@@ -28,6 +28,7 @@ DRAIN_SIGNAL = signal.SIGUSR1  # from serve to workers: stop after open requests
 END_NOW_SIGNAL = signal.SIGUSR2
 # A front's addresses, as JSON: for engines, and for a replacement front.
 FRONT_VARIABLE = "WIDEEP_FRONT"
+STANDBY_VARIABLE = "WIDEEP_STANDBY"  # the addresses of the standby's front, for the engine next to it
 KEPT_VARIABLE = "WIDEEP_KEPT"  # a folder that a front leaves to its replacement
 READY_VARIABLE = "WIDEEP_READY_FD"  # the descriptor on which an engine reports its progress
 # A file with a supervisor's state, for its replacement.

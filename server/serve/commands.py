@@ -35,6 +35,9 @@ def _add_front_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--front-number", type=int, default=0, metavar="N", help="number among several fronts; 0 leads"
     )
+    parser.add_argument(
+        "--stands-by", action="store_true", help="lead only after the node of the leading front is lost"
+    )
 
 
 def _options(args: argparse.Namespace) -> tuple[Any, ...]:
@@ -42,7 +45,7 @@ def _options(args: argparse.Namespace) -> tuple[Any, ...]:
 
 
 def _front_arguments(args: argparse.Namespace) -> tuple[Any, ...]:
-    return options_from(args), args.ranks, args.ready_fd, args.ranks_host, args.front_number
+    return options_from(args), args.ranks, args.ready_fd, args.ranks_host, args.front_number, args.stands_by
 
 
 SERVE = Command(

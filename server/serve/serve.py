@@ -99,6 +99,10 @@ def _prepare(options: Options) -> Options:
     """Resolve the model, fill in the options that all ranks share, and run the preflight checks."""
     if options.join is not None:
         raise OptionsError("`wideep serve` does not accept --join; use `wideep worker` under torchrun")
+    if options.standby is not None:
+        raise OptionsError(
+            "`wideep serve` runs on one node, so it does not accept --standby; use `wideep worker` under torchrun"
+        )
     if options.has_own_pool:
         raise OptionsError(
             "`wideep serve` starts all pools, so it does not accept --pool, --role or flags that mean a role (--kv-transfer-config, "

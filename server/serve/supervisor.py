@@ -7,7 +7,8 @@ An engine that fails after it has served is restarted, up to a budget; then the 
 engine fails before serving, the service ends: the cause (a flag, too little memory) would remain. A front that is killed
 after ranks have served is restarted with the same ports and token. The service ends if a front exits by itself, or if an
 engine exits with status 0, which only the front requests. `restarts` makes these decisions. Of several fronts
-(`--api-server-count`), the first one leads. The others start when it has bound its port, and the engine when all are bound.
+(`--api-server-count`), the first one leads. The others start when it has bound its port, and the engine when all are bound. The front
+of a standby (`--standby`) starts like the leading one, and follows that one until its node is lost.
 
 Each engine leaves a waiting copy of itself (`spare`) that replaces it, because importing torch again takes seconds.
 
@@ -49,6 +50,7 @@ from server.serve.children import (
     FRONT_VARIABLE,
     KEPT_VARIABLE,
     READY_VARIABLE,
+    STANDBY_VARIABLE,
     SUPERVISOR_STATE_VARIABLE,
     Child,
     StopSignals,
@@ -103,7 +105,8 @@ class Supervisor:
         self._addresses: dict[int, FrontAddresses] = {}  # of fronts, until all are bound
         self._engine: Child | None = None
         self._spare: Spare | None = None  # of the current engine
-        self._front_host = ""
+        self._front_host, self._is_standby = "", False
+        self._parent = os.getppid()
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._announced = ""  # the fronts' addresses, as JSON
         self._policy = RestartPolicy(
@@ -149,11 +152,19 @@ class Supervisor:
                 kv_cache_bytes=num_bytes
             )
 
-    def run(self, front_host: str | None, *, stop_signals: StopSignals, parent_fd: int) -> int:
-        """Start the children, wait until the service ends, stop them, and return the exit status."""
+    def run(
+        self, front_host: str | None, *, stop_signals: StopSignals, parent_fd: int, is_standby: bool = False
+    ) -> int:
+        """Start the children, wait until the service ends, stop them, and return the exit status.
+
+        Args:
+            front_host: How other nodes reach the front that runs here; None if none does.
+            is_standby: Whether it is the standby's front.
+        """
         adopt_orphans()  # the spares of engines
+        self._is_standby = is_standby
         self._watch(stop_signals.fd, lambda: self._on_stop(stop_signals.take()))
-        self._watch(parent_fd, lambda: self._fail(f"the parent process of rank {self._place.rank} is gone"))
+        self._watch(parent_fd, self._on_parent_end)
         try:
             if front_host is None:
                 self._start_engine()
@@ -209,11 +220,19 @@ class Supervisor:
         self._why_killed, self._watchdog = why, None
         self._engine.process.kill()
 
+    def _on_parent_end(self) -> int:
+        """End. With a standby, kill the front: one that ends in order would end the service."""
+        for front in self._fronts.values() if self._options.standby is not None else ():
+            front.process.kill()
+        return self._fail(f"the parent process of rank {self._place.rank} is gone")
+
     def _on_stop(self, numbers: Sequence[int]) -> int | None:
         """Handle a stop signal: drain on a first gentle signal, otherwise stop now.
 
         Under serve, the launcher sends SIGTERM to stop everything after a failure; serve drains with another signal.
         """
+        if os.getppid() != self._parent:  # the kernel sent it at the end of the parent
+            return self._on_parent_end()
         gentle = [DRAIN_SIGNAL] if UNDER_SERVE in self._environment else [DRAIN_SIGNAL, signal.SIGTERM]
         timeout_s = self._options.http.shutdown_timeout_s
         is_gentle = len(numbers) == 1 and numbers[0] in gentle and timeout_s > 0
@@ -241,6 +260,7 @@ class Supervisor:
         if self._options.api_server_count > 1:
             name = f"front {number}"
             flags += ["--front-number", str(number)]
+        flags += ["--stands-by"] if self._is_standby else []
         fds = [pipe.child_fd]
         if (launcher := self._environment.get(LAUNCHER_VARIABLE)) is not None:
             fds.append(int(launcher))
@@ -255,7 +275,11 @@ class Supervisor:
     def _start_engine(self) -> None:
         """Start the rank's engine: wake the spare of the last one, or start a new process."""
         pipe = MessagePipe()
-        extra = {**self._front_variable(), "WIDEEP_RESTARTABLE_IN_S": str(self._policy.engine.allowed_in_s())}
+        extra = {"WIDEEP_RESTARTABLE_IN_S": str(self._policy.engine.allowed_in_s())}
+        if self._is_standby:  # it publishes the addresses, and gives the front those of the leading one
+            extra |= {STANDBY_VARIABLE: self._announced, KEPT_VARIABLE: self._make_folder()}
+        else:
+            extra |= self._front_variable()
         num_restarts = int(self._environment.get(RESTARTS_VARIABLE, "0")) + self._policy.engine.num_taken
         if num_restarts:
             extra[RESTARTS_VARIABLE] = str(num_restarts)

@@ -27,6 +27,7 @@ from server.serve.store.rendezvous import (
     Place,
     PlaceError,
     find_agent,
+    find_standby,
     front_host,
     is_torchrun,
     join_service,
@@ -56,7 +57,7 @@ def run_worker(
     raise_descriptor_limit()  # for the engine, and the front
     try:
         place, node = place_from(environment), node_name(agent, environment)
-        host = None
+        host, is_standby = None, False
         if options.join is not None:
             wanted = wanted_pool(options, place, node, environment)
             if wanted is not None and place.local_rank == 0:
@@ -69,6 +70,10 @@ def run_worker(
             may_grow = options.has_own_pool
             is_first = place.local_rank == 0
             host = front_host(place, agent, environment, may_grow=may_grow) if is_first else None
+            if options.standby is not None:
+                standby_host = find_standby(options.standby, place, agent, environment)
+                is_standby = is_first and host is None and standby_host is not None
+                host = standby_host if is_standby else host
             variables = store_variables(agent, environment)
         store_host = variables.get("MASTER_ADDR", place.master_addr)
         options = _prepare(options, place, environment, has_front=host is not None, store_host=store_host)
@@ -78,7 +83,7 @@ def run_worker(
     environment = {**environment, **variables, NODE_VARIABLE: node}
     with StopSignals() as stop_signals:
         supervisor = Supervisor(options, place, commands or Commands(), environment)
-        status = supervisor.run(host, stop_signals=stop_signals, parent_fd=parent_fd)
+        status = supervisor.run(host, stop_signals=stop_signals, parent_fd=parent_fd, is_standby=is_standby)
     if supervisor.has_lost_front and UNDER_SERVE not in environment:
         # On a node that is cut off, torchrun waits in its rendezvous for the store's node and handles no signal until the
         # kernel stops retransmitting, after about 15 minutes. Without workers it has nothing left to do.

@@ -52,6 +52,7 @@ class Adapters:
         num_places: int,
         max_rank: int,
         base_names: tuple[str, ...],
+        modules: tuple[str, ...] = (),
         kept: Path | None = None,
         events: EventLog | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -62,9 +63,10 @@ class Adapters:
             num_places: Places of the ranks; 0 if the service has no adapters.
             max_rank: Largest rank of an adapter.
             base_names: Names of the base model, which no adapter may have.
+            modules: Modules that adapters may change, as in `read_adapter`.
             kept: File for the registered names, from which a restarted front continues. None keeps none.
         """
-        self._max_rank, self._base_names = max_rank, base_names
+        self._max_rank, self._modules, self._base_names = max_rank, modules, base_names
         self._kept, self._events = kept, events or EventLog()
         self._names: dict[str, NamedAdapter] = {}
         self._why_starting: str | None = None
@@ -149,7 +151,9 @@ class Adapters:
         """
         self._check_name(name, replaces=replaces, is_pinned=is_pinned)
         try:
-            files = await asyncio.to_thread(read_adapter, Path(path).absolute(), max_rank=self._max_rank)
+            files = await asyncio.to_thread(
+                read_adapter, Path(path).absolute(), max_rank=self._max_rank, modules=self._modules
+            )
         except AdapterError as error:
             raise bad_request(f"The adapter is not supported: {error}.", "lora_path") from error
         directory = str(files.directory)

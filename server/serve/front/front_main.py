@@ -5,7 +5,7 @@ loads. It does not import torch: it only tokenizes, and torch would cost 180 MB.
 lost while serving is its pool's concern; a rank that is lost during the start ends the service.
 
 A front that replaces a killed one takes over its ports and its token. The ranks reconnect with the state it needs and form a
-new group. Answers in progress ended with the old front.
+new group. Answers in progress ended with the old front. The standby's front (`--standby`) is such a replacement on another node.
 
 SIGTERM drains: /health returns 503, new requests are refused, and open requests have --shutdown-timeout-seconds to finish.
 SIGINT, a second SIGTERM and the supervisor's END_NOW_SIGNAL end the front immediately.
@@ -67,6 +67,9 @@ from server.serve.child_messages import FrontAddresses, encode, ranks_addresses
 from server.serve.children import END_NOW_SIGNAL, FRONT_VARIABLE, KEPT_VARIABLE, raise_descriptor_limit
 from server.serve.preflight.unix_socket import listening_at
 from server.serve.rank_processes import LauncherLine
+from server.serve.standby.first_front import FirstFront
+from server.serve.standby.leading import KeptFiles
+from server.serve.standby.waiting import copies_in, keep_ending, wait_until_lost
 
 if TYPE_CHECKING:  # it imports the planner's compiled kernels
     from server.serve.front.http_service import HttpService
@@ -77,6 +80,11 @@ LOCAL_HOST = "127.0.0.1"
 # The interval after which a planning thread yields to the event loop. CPython's default, 5 ms, is worth many tokens.
 SWITCH_S = 0.5e-3
 _ANSWERS_S = 2.0  # for responses still being sent after all requests have ended
+_BACKLOG = 2048
+_REPLACED = (
+    "this node was cut off, and the standby has taken over; let the node rejoin with `wideep worker --join` and the standby's "
+    "address"
+)
 _STOP_TIMEOUT_S = 1.2  # for ranks to stop; the supervisor kills them after STOP_GRACE_S
 
 
@@ -86,6 +94,7 @@ def run_front(
     ready_fd: int | None,
     ranks_host: str = LOCAL_HOST,
     number: int = 0,
+    is_standby: bool = False,
     *,
     environment: Mapping[str, str] = os.environ,
 ) -> int:
@@ -95,6 +104,7 @@ def run_front(
         options: The options. `model` is a directory; the caller has resolved other names.
         ready_fd: Descriptor to which the addresses are written, closed afterwards. None disables the announcement.
         number: The front's number among several.
+        is_standby: Whether another front leads until its node is lost.
     """
     die_with_parent()
     raise_descriptor_limit()
@@ -103,8 +113,12 @@ def run_front(
         try:
             # Announced by the front that this one replaces, or by the leading one.
             before = json.loads(environment.get(FRONT_VARIABLE, "null"))
-            with _listener(options, is_first=before is None) as listener, _kept_in(environment) as kept:
-                place = _Place(number, before, ranks_host, Path(kept))
+            first, listens = before is None, not is_standby
+            with (
+                _listener(options, is_first=first, listens=listens) as listener,
+                _kept_in(environment) as kept,
+            ):
+                place = _Place(number, before, ranks_host, Path(kept), is_standby)
                 return asyncio.run(_run(options, num_ranks, listener, ready_fd, place, environment))
         except OptionsError as error:
             return _complain(str(error))
@@ -117,6 +131,8 @@ class _Place(NamedTuple):
     announced: dict[str, str] | None  # addresses of the fronts, as in WIDEEP_FRONT
     ranks_host: str
     kept: Path  # folder that outlives this front
+    is_standby: bool = False
+    has_taken_over: bool = False
 
     @property
     def ranks_port(self) -> int:
@@ -127,15 +143,17 @@ class _Place(NamedTuple):
     @property
     def is_again(self) -> bool:
         """Whether this front replaces one."""
-        return self.ranks_port > 0
+        return self.has_taken_over or self.ranks_port > 0
 
 
-def _listener(options: Options, *, is_first: bool) -> contextlib.AbstractContextManager[socket.socket]:
+def _listener(
+    options: Options, *, is_first: bool, listens: bool
+) -> contextlib.AbstractContextManager[socket.socket]:
     """Bind the socket for HTTP. The first of several fronts also checks that no other program has the port."""
     if options.uds is not None:
         return listening_at(options.uds)
     if options.api_server_count == 1:
-        return bind_http(options.host, options.port)
+        return bind_http(options.host, options.port, listens=listens)
     if is_first and options.port:
         bind_http(options.host, options.port).close()
     return bind_http(options.host, options.port, is_shared=True)
@@ -176,6 +194,8 @@ async def _run(
     if ready_fd is not None:
         announce(ready_fd, listener, options, ranks_address, token)
     slow = await asyncio.to_thread(_import_http_service)  # meanwhile connections wait in both sockets
+    first: FirstFront | None = None  # the leading front on a lost node
+    files: KeptFiles | None = None  # for the standby
     metrics = Metrics(
         options.served_model_names[0],
         num_ranks,
@@ -187,6 +207,22 @@ async def _run(
         tokenizer = await asyncio.to_thread(
             slow.Tokenizer, options.model, options.chat_template, options.tokenizer_mode
         )
+        if place.is_standby:
+            first = await _stand_by(options, place, ending)
+            if first is None:
+                return 0
+            token, place = first.token, place._replace(kept=copies_in(place.kept), has_taken_over=True)
+            record = ResizeRecord(place.kept / "resize.json")
+            if record.num_ranks:
+                ranks.resize(record.num_ranks, record.num_ranks)
+                metrics.grow(record.num_ranks)
+            ranks.use_token(token)
+            listener.listen(_BACKLOG)
+        elif options.standby is not None:
+            try:
+                files = KeptFiles(place.kept, lambda kind, text: http.events.note(kind, text))
+            except OSError as error:
+                return _complain(f"--standby: {error}")
         http = slow.HttpService(
             options,
             tokenizer,
@@ -197,14 +233,27 @@ async def _run(
             record=record,
             secret=token,
             seat=seat,
+            files=files,
         )
     except ValueError as error:  # TokenizerError: its class came with the slow import
         return _complain(str(error))
     gc.freeze()  # full collections stop all streams; exclude every object that exists now
     joined = JoinedPools(Path(place.kept) / "pools", is_again=place.is_again)
-    front = _Front(options, ranks, metrics, http, ending, joined)
+    front = _Front(options, ranks, metrics, http, ending, joined, files)
     front.begin_resizes(environment)
+    if first is not None:
+        front.take_over_from(first)
     return await front.run(listener, is_again=place.is_again)
+
+
+async def _stand_by(options: Options, place: _Place, ending: "_Ending") -> FirstFront | None:
+    return await wait_until_lost(
+        place.kept,
+        cluster_key=options.cluster_key,
+        silence_s=options.engine.heartbeat_timeout_s,
+        begun=ending.begun,
+        now=ending.now,
+    )
 
 
 class _Ending:
@@ -242,8 +291,14 @@ class _Front:
         http: "HttpService",
         ending: _Ending,
         joined: JoinedPools,
+        files: KeptFiles | None,
     ) -> None:
         self._options, self._ranks, self._metrics = options, ranks, metrics
+        self._files = files
+        self._ending_first: asyncio.Task[None] | None = None
+        if files is not None:
+            ranks.on_follow = files.serve
+            files.on_replaced = lambda: self._fail(_REPLACED)
         self._http, self._ending, self._joined = http, ending, joined
         self._nodes = Nodes([each.pool for each in http.pools])
         for pool in joined.pools:  # while an earlier front served
@@ -266,6 +321,12 @@ class _Front:
         if (line := LauncherLine.of(environment, resize.take_end)) is not None:
             resize.processes = line
         resize.recover()
+
+    def take_over_from(self, first: FirstFront) -> None:
+        """Lead instead of a front on a lost node. If that one still runs, it ends when it can be reached."""
+        self._http.events.note("took_over", "the node of the leading front is lost, and the standby leads")
+        ended = lambda: _LOG.warning("the former leading front was reached again, and ends")  # noqa: E731
+        self._ending_first = asyncio.create_task(keep_ending(first, self._options.cluster_key, ended))
 
     def _on_size(self, num_ranks: int, most: int) -> None:
         """Follow a resize. `most`: ranks that may attach."""
@@ -291,6 +352,8 @@ class _Front:
         if self._fatal is None:
             await self._wait_for_ranks()
         await self._ranks.close()
+        if self._files is not None:
+            self._files.close()
         return _complain(self._fatal) if self._fatal else 0
 
     def _look_at_links(self) -> None:
@@ -308,6 +371,10 @@ class _Front:
 
     async def _close(self, serving: "asyncio.Task[None]") -> None:
         """End requests, responses and ranks: one after the other when draining, otherwise all at once."""
+        if self._files is not None:
+            self._files.end()
+        if self._ending_first is not None:
+            self._ending_first.cancel()
         grace_s = await self._drain()
         self._is_closing = True
         if not self._http.leads:
@@ -497,10 +564,11 @@ def _complain(message: str) -> int:
     return 1
 
 
-def bind_http(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
+def bind_http(host: str, port: int, *, is_shared: bool = False, listens: bool = True) -> socket.socket:
     """Bind and listen.
 
     Args:
+        listens: Whether to listen. Otherwise the kernel refuses connections until this process does.
         is_shared: Whether several fronts listen on the port. The kernel spreads connections over them.
 
     Raises:
@@ -518,7 +586,8 @@ def bind_http(host: str, port: int, *, is_shared: bool = False) -> socket.socket
         if is_shared:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(address)
-        listener.listen(2048)  # immediately: bind alone does not reserve a port that allows reuse
+        if listens:
+            listener.listen(_BACKLOG)  # immediately: bind alone does not reserve a port that allows reuse
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:

@@ -87,6 +87,7 @@ from server.serve.front.pool_front import PoolFront, PoolFronts
 from server.serve.front.served_model import served_model
 from server.serve.front.several_fronts import FrontOfSeveral, inner_app, share_of, state_of
 from server.serve.preflight.resizes import why_no_resizes, why_not_resized
+from server.serve.standby.leading import CopiedFirst, KeptFiles
 
 # The name is SGLang's, so that scripts written for it find their files.
 _RECORD_VARIABLE = "SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR"
@@ -113,6 +114,7 @@ class HttpService:
         record: ResizeRecord,
         secret: str,
         seat: Seat | None = None,
+        files: KeptFiles | None = None,
         environment: Mapping[str, str] = os.environ,
     ) -> None:
         """Build the application.
@@ -122,6 +124,7 @@ class HttpService:
             record: The number of ranks, kept for the front that replaces this one.
             secret: A secret that all fronts of a service share.
             seat: The place of this front among several; None if it is the only one.
+            files: The files that are copied to the standby, if there is one.
 
         Raises:
             OptionsError: The folder for files is unusable.
@@ -228,10 +231,10 @@ class HttpService:
         self.adapters.on_broken = self._forget_prefixes
         keys, clock = _keys(options), SteadyClock()
         # The leading front has the files.
-        files = _file_store(options.http, keys, kept, clock) if self.leads else None
+        stored = _file_store(options.http, keys, kept, clock) if self.leads else None
         most_bytes = options.images.most_bytes
-        if files is not None:
-            read_image = stored_images(files, most_bytes)
+        if stored is not None:
+            read_image = stored_images(stored, most_bytes)
         else:
             assert self.fronts is not None, "a front without files follows another one"
             read_image = fetched_images(self.fronts.ask_leader, most_bytes)
@@ -251,7 +254,7 @@ class HttpService:
                 left=self._left_runs,
             ),
         ]
-        batching = [] if files is None else self._batching(options.http, files, answering, version, clock)
+        batching = [] if stored is None else self._batching(options.http, stored, answering, version, clock)
         app = build_app(
             [*answering, *batching, *self._routers(options, metrics, version, environment)],
             version=version,
@@ -261,7 +264,7 @@ class HttpService:
             observers=_observers(options, metrics, self._traces),
             answer_once=lambda app: self._answer_once(app, kept, secret, clock),
         )
-        self._server = HttpServer(app, options.http)
+        self._server = HttpServer(app if files is None else CopiedFirst(app, files), options.http)
         self._inner = None  # for the other fronts
         if self.fronts is not None:
             # Its clients are fronts, which forward the address of theirs.

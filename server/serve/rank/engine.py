@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, Store
 
 from dispatch.errors import DispatchError, WireUnavailable
 from expert_placement.placement import Placement
@@ -37,7 +37,6 @@ from scheduler.policy.config import ConfigError, EngineConfig
 from scheduler.policy.limits import SchedulerLimitsError
 from scheduler.policy.request import RankStats, RequestOutput
 from scheduler.step.graphs import GraphError
-from scheduler.step.groups import StoreDoorbell
 from scheduler.step.lockstep import LockStepError
 from scheduler.step.sizing import KVMemoryError
 from scheduler.structure.compiler import StructureError, Vocabulary
@@ -52,7 +51,7 @@ from server.options.pools import Pool
 from server.options.reading import options_from_json
 from server.options.table import Options
 from server.serve.child_messages import Beat, CacheBytes, Leaving, Ready, ServiceAddress, SupervisorPipe
-from server.serve.children import FRONT_IS_GONE, FRONT_VARIABLE
+from server.serve.children import FRONT_IS_GONE, FRONT_VARIABLE, KEPT_VARIABLE, STANDBY_VARIABLE
 from server.serve.greeting import address_elsewhere
 from server.serve.preflight.adapter_room import rank_adapter_bytes
 from server.serve.preflight.equal import computing_facts, file_digests
@@ -65,26 +64,25 @@ from server.serve.preflight.memory import (
     spare_bytes,
 )
 from server.serve.preflight.model import PreflightError
-from server.serve.rank.front_stream import FrontStream, num_restarts_of
+from server.serve.rank.front_stream import FrontStream, StandbyFront, num_restarts_of
 from server.serve.rank.front_streams import front_stream
 from server.serve.rank.loading import Loading, loading_of
 from server.serve.rank.spare import leave_spare
-from server.serve.store.claim import publish_service
+from server.serve.standby.first_front import leave_first
+from server.serve.store.job_store import FRONT_KEY, JobStore, NoStandbyError
+from server.serve.store.moving_store import JOIN_TIMEOUT_S
 from server.serve.store.node_check import NodesDifferError, check_newcomer, check_nodes_together
 from server.serve.store.rendezvous import Place, place_from
-from server.serve.store.signed_store import SignedStore
 from server.serve.supervisor import UNDER_SERVE
 
-JOIN_TIMEOUT_S = 600.0  # other ranks may still be reading their weights
 RETURN_TIMEOUT_S = 20.0  # for the front's answer
 STATS_EVERY = 50  # steps without outputs between two reports
-FRONT_KEY = "front"
 FAILURES = (
     CheckpointError, ConfigError, DispatchError, GraphError, KVMemoryError, LinkError, LockStepError, NodesDifferError,
-    OptionsError, PreflightError, SchedulerLimitsError, UnsupportedModelError, dist.DistError,
+    NoStandbyError, OptionsError, PreflightError, SchedulerLimitsError, UnsupportedModelError, dist.DistError,
 )  # fmt: skip
 # Failures that name ranks as the service counts them. All others are the engine's, which counts the ranks of its pool.
-OF_SERVICE = (LinkError, NodesDifferError, OptionsError, PreflightError)
+OF_SERVICE = (LinkError, NodesDifferError, NoStandbyError, OptionsError, PreflightError)
 
 
 class FrontGoneError(ConnectionError):
@@ -115,9 +113,12 @@ def run_engine(options: Options, *, environment: Mapping[str, str] = os.environ)
 def _serve(options: Options, place: Place, environment: Mapping[str, str]) -> None:
     """Serve one rank. `place` has its number in the service; the engine gets its number in the pool."""
     num_restarts, key = num_restarts_of(environment), options.cluster_key
-    store = _own_store(place, environment, key)
-    front = _front(place, store, environment, key)
-    home = None
+    recovery_s = options.engine.front_recovery_timeout_s
+    jobs = JobStore(place, environment, key, standby=options.standby, recovery_s=recovery_s)
+    if num_restarts:
+        jobs.move_if_lost()
+    store, home = jobs.open(), None
+    front, standby = _fronts(jobs, store, environment, is_start=num_restarts == 0)
     if num_restarts:
         _check_front(front, options.engine.front_recovery_timeout_s)
         place, home = _return_to(place, front, options, environment)
@@ -144,12 +145,10 @@ def _serve(options: Options, place: Place, environment: Mapping[str, str]) -> No
         supervisor.send(CacheBytes(config.kv_cache_bytes))
     built = assemble(
         config,
-        StoreDoorbell(
-            *(PrefixStore(f"{prefix}/doorbell", _own_store(place, environment, key)) for _ in range(2))
-        ),
+        jobs.open_doorbell(f"{prefix}/doorbell"),
         loading,
         lambda: _load_vocabulary(options.model),
-        store=PrefixStore(f"{prefix}/membership", _own_store(place, environment, key)),
+        store=PrefixStore(f"{prefix}/membership", jobs.open()),
         host_store=PrefixStore("host", store),
         is_joining=num_restarts > 0,
         placement=home,
@@ -166,6 +165,8 @@ def _serve(options: Options, place: Place, environment: Mapping[str, str]) -> No
         stream = front_stream(
             built, config, front, environment, pool=pool, num_ranks=place.world_size, cluster_key=key
         )
+        if standby is not None:
+            stream.standby = StandbyFront(standby, jobs.move)
         _walk(built, config, front, supervisor, stream, num_restarts)
     finally:
         built.engine.close()
@@ -332,32 +333,19 @@ def _load_vocabulary(model: str) -> Vocabulary:
     return vocabulary
 
 
-def _own_store(place: Place, environment: Mapping[str, str], key: bytes | None) -> Store:
-    """Return a separate connection to the store, with a prefix for this job and this round of torchrun's workers."""
-    names = (environment.get(f"TORCHELASTIC_{name}", "0") for name in ("RUN_ID", "RESTART_COUNT"))
-    return PrefixStore("/".join(("wideep", *names)), _store(place, key))
-
-
-def _store(place: Place, key: bytes | None) -> Store:
-    """Return a separate connection to the store of torchrun's agent."""
-    store = TCPStore(
-        place.master_addr,
-        place.master_port,
-        is_master=False,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=JOIN_TIMEOUT_S),
-    )
-    return store if key is None else SignedStore(store, key)
-
-
-def _front(place: Place, store: Store, environment: Mapping[str, str], key: bytes | None) -> dict[str, str]:
-    """Return the front's addresses: from the supervisor (and publish them), or from the store."""
+def _fronts(
+    jobs: JobStore, store: Store, environment: Mapping[str, str], *, is_start: bool
+) -> tuple[dict[str, str], dict[str, str] | None]:
+    """Return the addresses of the front and of its standby, if there is one. Those that the supervisor has are published."""
+    bound = environment.get(STANDBY_VARIABLE)
+    if bound is not None and is_start:
+        first = jobs.publish_standby(json.loads(bound), store)
+        leave_first(Path(environment[KEPT_VARIABLE]), first, jobs.first)
     given = environment.get(FRONT_VARIABLE)
     if given is not None:
-        store.set(FRONT_KEY, given)
-        publish_service(_store(place, key), json.loads(given), environment)
-        return json.loads(given)  # type: ignore[no-any-return]
-    return json.loads(store.get(FRONT_KEY))  # type: ignore[no-any-return]
+        jobs.publish(json.loads(given), store)
+    front: dict[str, str] = json.loads(given or store.get(FRONT_KEY))
+    return front, jobs.find_standby(store, is_start=is_start)
 
 
 def _peer_network(

@@ -3,6 +3,9 @@
 If the connection breaks, the rank drops its open requests, because their clients are disconnected too. It retries for up to
 `front_recovery_timeout_s` until the supervisor has restarted the front, then sends the new front the state that it needs.
 If the front closes the stream, it has dropped this rank, and the process ends. `link.rank_link` implements the connection.
+
+With a standby (`--standby`), the rank tries both fronts in turn. The one on the standby's node accepts ranks only after it has taken
+over; from then on it is this rank's only front.
 """
 
 import os
@@ -10,9 +13,9 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import assert_never
+from typing import NamedTuple, assert_never
 
 from expert_placement.placement import Placement
 from moe.expert_weights import read_slot
@@ -47,7 +50,7 @@ from server.link.messages import (
     Submit,
     ToRank,
 )
-from server.link.rank_link import RETRY_S, FrontLost, LinkError, RankLink, RefusedError
+from server.link.rank_link import RETRY_S, FrontLost, LinkError, RankLink, RefusedError, reach
 from server.machine.lines import say
 from server.options.pools import Pool
 from server.serve.children import FRONT_IS_GONE
@@ -57,6 +60,17 @@ from server.serve.store.rendezvous import NODE_VARIABLE
 def num_restarts_of(environment: Mapping[str, str]) -> int:
     """Return how often the supervisor has restarted this rank's engine."""
     return int(environment.get("WIDEEP_RESTARTS", "0"))
+
+
+# Seconds for the port of one of two fronts to accept a connection, and for the front there to accept this rank.
+_REACH_S, _FIRST_S, _STANDBY_S = 0.3, 5.0, 1.0
+
+
+class StandbyFront(NamedTuple):
+    """The front on the standby's node."""
+
+    addresses: dict[str, str]  # as those of the leading front
+    on_taken_over: Callable[[], None]  # called when this rank attaches to it, before its first order
 
 
 class FrontStream:
@@ -83,6 +97,7 @@ class FrontStream:
             leads: Whether this front orders epochs and memory. Of several fronts, one does.
         """
         self._built, self._config, self._front, self._cluster_key = built, config, front, cluster_key
+        self.standby: StandbyFront | None = None  # until it has taken over
         self._epoch = self._sent_bytes = 0
         self._home = None if num_restarts_of(environment) else built.relocation.placement
         self._lock = threading.Lock()  # between the step loop's thread and the link's
@@ -116,10 +131,11 @@ class FrontStream:
             if built.engine.adapters is not None:
                 built.engine.adapters.on_report = lambda report: self.link.send(report)
 
-    def _make_link(self, facts: RankFacts) -> RankLink:
+    def _make_link(self, facts: RankFacts, front: dict[str, str] | None = None) -> RankLink:
+        front = front or self._front
         return RankLink(
-            self._front["ranks_address"],
-            self._front["token"],
+            front["ranks_address"],
+            front["token"],
             facts,
             self.receive,
             pool=self._pool,
@@ -259,10 +275,9 @@ class FrontStream:
                 memory=self._built.engine.memory.ordered,
                 weights=self._built.engine.weights.newest,
             )
-            self.link = self._make_link(facts)
             self._sent_bytes = 0
             try:
-                self.link.open(left_s)
+                self._open_link(facts, left_s)
             except RefusedError as error:
                 say(f"rank {self._facts.rank}: {error}", error=True)
                 return 1
@@ -271,6 +286,30 @@ class FrontStream:
                 continue
             return 0
         return FRONT_IS_GONE
+
+    def _open_link(self, facts: RankFacts, left_s: float) -> None:
+        """Attach to the front, or to that of the standby if the first one cannot be reached.
+
+        Raises:
+            LinkError: Neither has accepted this rank, or one refused it.
+        """
+        standby = self.standby
+        if standby is None:
+            self.link = self._make_link(facts)
+            self.link.open(left_s)
+            return
+        try:
+            reach(self._front["ranks_address"], _REACH_S)
+        except LinkError:
+            reach(standby.addresses["ranks_address"], _REACH_S)
+            self.link = self._make_link(facts, standby.addresses)
+            self.link.on_welcome = standby.on_taken_over
+            self.link.open(min(left_s, _STANDBY_S))
+            self._front, self.standby = standby.addresses, None
+            say(f"rank {self._facts.rank}: the standby has taken over", error=True)
+            return
+        self.link = self._make_link(facts)
+        self.link.open(min(left_s, _FIRST_S))
 
     def _served(self) -> Served:
         built = self._built

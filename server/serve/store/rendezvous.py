@@ -133,6 +133,34 @@ def front_host(
     return host if listens_on(agent_pid, port) else None
 
 
+def find_standby(
+    standby: str, place: Place, agent_pid: int, environment: Mapping[str, str] = os.environ
+) -> str | None:
+    """Return the host of --standby if its store is on this node, otherwise None.
+
+    Args:
+        standby: HOST:PORT.
+
+    Raises:
+        PlaceError: This service cannot have a standby.
+    """
+    command = _command_line(agent_pid)
+    backend = _torchrun_value(command, environment, "rdzv-backend")
+    if backend != "wideep":
+        raise PlaceError(
+            f"--standby needs torchrun --rdzv-backend wideep, but the backend is {backend or 'static'!r}; "
+            "give that backend on all nodes"
+        )
+    if place.world_size == place.local_world_size:
+        raise PlaceError("--standby names a second node, but this service has only one; leave it out")
+    endpoint, found = rendezvous_endpoint(command, environment), Endpoint.parse(standby)
+    if endpoint is not None and endpoint.port == found.port:
+        raise PlaceError(
+            f"--standby is {standby}, which has the port of --rdzv-endpoint; give the second store another port"
+        )
+    return found.host if listens_on(agent_pid, found.port) else None
+
+
 def node_name(agent_pid: int, environment: Mapping[str, str] = os.environ) -> str:
     """Return a name that the workers of one run of one torchrun share."""
     run_id, restarts = (environment.get(f"TORCHELASTIC_{name}", "0") for name in ("RUN_ID", "RESTART_COUNT"))

@@ -6,18 +6,21 @@ store. Before the handler starts, a node waits for the endpoint for the full joi
 While the handler runs, a thread reads from its state in the store which nodes have joined. torchrun finds the backend by the entry point
 `torchrun.handlers` of our distribution (torch.distributed.elastic.rendezvous.registry), through `wideep`.
 
-It differs from c10d's own backend in two more points:
+It differs from c10d's own backend in three more points:
 
 - The state in the store is a pickle, and everyone who can reach the store's port can write to it: what c10d unpickles runs
   as torchrun's user. Here the handler only gets verified bytes. With a cluster key, the state carries an
   HMAC. In any case, it must be a pickle of the state's own classes only. Anything else is ignored and replaced by
   the next write. If the foreign writes continue, the start fails with an error that names the cause.
+- With `--standby`, the standby's node hosts a second store. If the first one is lost while workers run, the state continues there:
+  an agent that lost its rendezvous would end its workers.
 - c10d compares the endpoint with the host name to find the node that hosts the store. This fails if the host name
   resolves to loopback (Debian's default). Here, the node that can bind the endpoint's address hosts it (as in the doctor).
 
 Rejected: an encoding other than pickle (the handler itself pickles, and its classes are private).
 """
 
+import contextlib
 import copy
 import hmac
 import io
@@ -26,11 +29,11 @@ import sys
 import threading
 import time
 from base64 import b64decode, b64encode
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import Store
+from torch.distributed import Store, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousError,
@@ -41,13 +44,17 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token, create_handler
 
+from scheduler.epochs.connections import LEAST_TIMEOUT_S, break_silent
+from scheduler.epochs.heartbeat import LOOK_EVERY_S
 from server.link.seal import MAC_BYTES, SAME_KEY, mac
 from server.machine.interfaces import has_endpoint
 from server.machine.lines import say
 from server.options.checks import read_cluster_key
 from server.options.flag import OptionsError
 from server.options.reading import said_in_file
-from server.serve.store.meeting import SAY_AFTER_S, MeetingError, connect, who_is_here
+from server.options.table import standby_address
+from server.serve.store.meeting import SAY_AFTER_S, Endpoint, MeetingError, connect, who_is_here
+from server.serve.store.moving_store import connect as connect_to_store
 from server.serve.store.rendezvous import endpoint_of, option_value
 
 JOIN_S = 600  # c10d's default join_timeout
@@ -101,8 +108,22 @@ class StateBackend(RendezvousBackend):
     value. Names and encoding are c10d's, so without a key, nodes with `--rdzv-backend c10d` can join the others.
     """
 
-    def __init__(self, store: Store, run_id: str, key: bytes | None, *, tells: bool = True) -> None:
-        """Sign states with the cluster key `key`, unless it is None. `tells`: whether to log ignored values."""
+    def __init__(
+        self,
+        store: Store,
+        run_id: str,
+        key: bytes | None,
+        *,
+        tells: bool = True,
+        open_standby: Callable[[], Store] | None = None,
+    ) -> None:
+        """Sign states with the cluster key `key`, unless it is None.
+
+        Args:
+            tells: Whether to log ignored values.
+            open_standby: Connects to the standby's store, if there is one.
+        """
+        self._open_standby = open_standby
         self._store, self._name, self._key, self._tells = store, f"torch.rendezvous.{run_id}", key, tells
         self._verified: bytes | None = None  # the newest verified state
         self._foreign = _NOTHING  # the foreign value in place of the state
@@ -169,8 +190,24 @@ class StateBackend(RendezvousBackend):
         try:
             found: bytes = getattr(self._store, operation)(*words)
         except (ValueError, RuntimeError, TimeoutError) as error:
+            if self._move():
+                return self._call(operation, *words)
             raise RendezvousConnectionError(f"the endpoint's store does not answer: {error}") from error
         return found
+
+    def _move(self) -> bool:
+        """Continue in the standby's store, if all nodes have met. Returns whether that works."""
+        state = self._verified
+        if self._open_standby is None or state is None or not self._is_complete:
+            return False
+        try:
+            store = self._open_standby()
+            store.compare_set(self._name, "", b64encode(self._signature(state) + state).decode())
+        except (ValueError, RuntimeError, TimeoutError) as error:
+            _say(f"the endpoint's store is lost, and the standby's does not answer: {error}")
+            return False
+        self._store, self._open_standby = store, None
+        return True
 
 
 def create(params: RendezvousParameters) -> RendezvousHandler:
@@ -183,6 +220,7 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
     key = cluster_key_of(params, sys.argv)
     has_others = params.min_nodes > 1
     is_host = _is_host(params)
+    standby = _standby_of(params, sys.argv, is_host=is_host) if has_others else None
     if has_others and not is_host:
         _await_endpoint(params)
     store = _open_store(params, is_host=is_host)
@@ -190,7 +228,54 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
         own = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
         watched = StateBackend(own, params.run_id, key, tells=False)
         threading.Thread(target=_name_those_here, args=(watched, params.min_nodes), daemon=True).start()
-    return create_handler(store, StateBackend(store, params.run_id, key), params)
+    open_standby = None
+    if standby is not None:
+        hosted = _host_standby(standby) if has_endpoint(standby.host) else None
+        open_standby = lambda: hosted or connect_to_store(standby)  # noqa: E731
+        threading.Thread(target=_break_silent, daemon=True).start()
+    return create_handler(store, StateBackend(store, params.run_id, key, open_standby=open_standby), params)
+
+
+def _standby_of(params: RendezvousParameters, command: Sequence[str], *, is_host: bool) -> Endpoint | None:
+    """Return the address of the workers' --standby.
+
+    Raises:
+        RendezvousError: It is the endpoint's node, or cannot be read.
+    """
+    text = _of_worker(command, "standby")
+    if text is None:
+        return None
+    try:
+        standby = Endpoint.parse(standby_address("--standby", text))
+    except OptionsError as error:
+        raise RendezvousError(str(error)) from error
+    if is_host and has_endpoint(standby.host):
+        raise RendezvousError(
+            f"--standby is {text}, which is an address of the node of --rdzv-endpoint; name another node of the service"
+        )
+    return standby
+
+
+def _host_standby(standby: Endpoint) -> Store:
+    """Host the second store.
+
+    Raises:
+        RendezvousConnectionError: The port is in use.
+    """
+    try:
+        return TCPStore("localhost", standby.port, is_master=True, wait_for_workers=False)
+    except (ValueError, RuntimeError, TimeoutError) as error:
+        raise RendezvousConnectionError(
+            f"cannot host the standby's store at port {standby.port}: {error}; give another port in --standby"
+        ) from error
+
+
+def _break_silent() -> None:
+    """Break connections to a store on a silent node, so that this agent does not wait for it forever."""
+    while True:
+        time.sleep(LOOK_EVERY_S)
+        with contextlib.suppress(OSError):  # no descriptor is free for listing connections
+            break_silent(LEAST_TIMEOUT_S)
 
 
 def cluster_key_of(params: RendezvousParameters, command: Sequence[str]) -> bytes | None:
@@ -202,15 +287,28 @@ def cluster_key_of(params: RendezvousParameters, command: Sequence[str]) -> byte
     Raises:
         RendezvousError: The file cannot be used.
     """
-    path = params.get("cluster_key_file") or option_value(command, "cluster-key-file")
-    worker = list(command[command.index("worker") :]) if "worker" in command else []
-    config = option_value(worker, "config")
+    path = params.get("cluster_key_file") or _of_worker(command, "cluster-key-file")
     try:
-        if not path and config:
-            path = said_in_file(Path(config)).get("cluster_key_file")
         return read_cluster_key(Path(path)) if path else None
     except OptionsError as error:
         raise RendezvousError(str(error)) from error
+
+
+def _of_worker(command: Sequence[str], option: str) -> str | None:
+    """Return the value of an option of the workers, from torchrun's command line or the workers' --config.
+
+    Raises:
+        RendezvousError: The file cannot be used.
+    """
+    if found := option_value(command, option):
+        return found
+    worker = list(command[command.index("worker") :]) if "worker" in command else []
+    config = option_value(worker, "config")
+    try:
+        said = said_in_file(Path(config)).get(option.replace("-", "_")) if config else None
+    except OptionsError as error:
+        raise RendezvousError(str(error)) from error
+    return None if said is None else str(said)
 
 
 def _is_host(params: RendezvousParameters) -> bool:

@@ -281,6 +281,17 @@ def test_the_served_name_of_a_directory_is_its_last_part(
         (["--uds=" + "s" * 108], "; give a path of at most 107 bytes, folders included"),
         (["--api-server-count=0"], "--api-server-count is 0; it must be at least 1"),
         (["--api-server-count=all"], "--api-server-count is 'all'; it must be a whole number"),
+        (
+            ["--standby=a:b"],
+            "--standby is 'a:b'; give a name or an address of the second node, such as 10.0.0.2",
+        ),
+        (["--standby=fe80::1"], "--standby is 'fe80::1'"),
+        (["--standby="], "--standby is ''"),
+        (["--standby=a:0"], "--standby is 'a:0'"),
+        (["--standby=a", "--uds=s"], "--standby does not work with --uds; leave one of the two out"),
+        (["--standby=a", "-asc=2"], "--standby does not work with --api-server-count"),
+        (["--standby=a", "--pool=b"], "--standby does not work with --pool"),
+        (["--standby=a", "--port=0"], "--standby does not work with --port 0"),
         (["-asc=2", "--uds=s"], "--uds does not work with --api-server-count 2"),
         (
             ["--api-server-count=3", "--max-connections-per-address=5"],

@@ -10,10 +10,12 @@ import time
 from base64 import b64encode
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
-from torch.distributed import TCPStore
+from torch.distributed import DistNetworkError, TCPStore
 from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
     RendezvousError,
     RendezvousParameters,
     RendezvousStateError,
@@ -56,11 +58,31 @@ def store() -> TCPStore:
     return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
 
 
-def own_state() -> bytes:
+class Broken:
+    """A connection to a store that may be lost."""
+
+    def __init__(self, store: TCPStore) -> None:
+        self._store, self.is_lost = store, False
+
+    def get(self, key: str) -> bytes:
+        return self._present.get(key)
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        return self._present.compare_set(key, expected, value)
+
+    @property
+    def _present(self) -> TCPStore:
+        if self.is_lost:
+            raise DistNetworkError("lost")
+        return self._store
+
+
+def own_state(*, complete: bool = False) -> bytes:
     """Return a state as c10d's handler writes it, with all its kinds of fields."""
     state, node = dynamic_rendezvous._RendezvousState(), dynamic_rendezvous._NodeDesc("10.0.0.1", 7, 0)
     state.participants[node] = 0
     state.wait_list.add(node)
+    state.complete = complete
     state.last_heartbeats[node] = state.deadline = datetime.now(UTC)
     return pickle.dumps(state)
 
@@ -227,3 +249,37 @@ def test_a_real_torchrun_runs_nothing_that_a_stranger_writes(tmp_path: Path, wit
     assert statuses == [0, 0] and all("worker" in each for each in said), said
     assert not (tmp_path / "ran").exists()
     assert "the rendezvous state in the store is not valid" in said[0]
+
+
+@pytest.mark.parametrize("key", [None, KEY])
+def test_a_state_continues_in_the_standbys_store_when_the_first_one_is_lost(
+    store: TCPStore, key: bytes | None
+) -> None:
+    second = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    broken = Broken(store)
+    connection: Any = broken
+    backends = [StateBackend(connection, "none", key, open_standby=lambda: second) for _ in range(2)]
+    written = backends[0].set_state(own_state(complete=False))
+    assert written is not None
+    backends[1].get_state()
+    broken.is_lost = True
+    with pytest.raises(RendezvousConnectionError):
+        backends[0].get_state()  # not all nodes have met
+    broken.is_lost = False
+    written = backends[0].set_state(own_state(complete=True), written[1])
+    assert written is not None and backends[1].get_state() == written[:2]
+    broken.is_lost = True
+    assert backends[0].get_state() == written[:2]
+    later = backends[0].set_state(own_state(complete=True), written[1])
+    assert later is not None and later[2], "the token is the state's in either store"
+    assert backends[1].get_state() == later[:2]
+
+
+def test_without_a_standby_a_lost_store_is_an_error(store: TCPStore) -> None:
+    broken = Broken(store)
+    connection: Any = broken
+    backend = StateBackend(connection, "none", None)
+    backend.set_state(own_state(complete=True))
+    broken.is_lost = True
+    with pytest.raises(RendezvousConnectionError, match="the endpoint's store does not answer"):
+        backend.get_state()

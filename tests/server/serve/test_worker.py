@@ -1,12 +1,14 @@
 import json
 import os
 import signal
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dispatch.ports import free_port
 from server.serve.children import END_NOW_SIGNAL, children_of
 from server.serve.restarts import MAX_RESTARTS
 from tests.support.models.fake_checkpoint import write_checkpoint
@@ -379,3 +381,47 @@ def test_preflight_errors_come_before_any_child(model: Path) -> None:
         assert service.end()[0] == 1
         assert "has no .safetensors weights" in service.output()
         assert set(service.pids()) == {"worker-0"}
+
+
+def test_the_worker_on_the_standbys_node_starts_a_front_that_stands_by(model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as second_store:  # this process is the agent
+        port = second_store.getsockname()[1]
+        environment = {
+            **place(rank=1, local_rank=0, world_size=2, local_world_size=1),
+            "PET_RDZV_BACKEND": "wideep",
+            "PET_RDZV_ENDPOINT": "127.0.0.1:1",
+        }
+        command = ["worker", str(model), f"--port={free_port()}", f"--standby=127.0.0.1:{port}"]
+        with Service(model.parent, command, environment) as service:
+            front, engine = service.facts("front-1"), service.facts("engine-1")
+            assert "--stands-by" in front["argv"]
+            assert "--ranks-host 127.0.0.1" in " ".join(front["argv"])
+            assert json.loads(engine["env"]["WIDEEP_STANDBY"])["ranks_address"] == "x:1"
+            assert engine["env"]["WIDEEP_FRONT"] is None
+            assert engine["env"]["WIDEEP_KEPT"] == front["env"]["WIDEEP_KEPT"]
+            service.wait_for_output("serving on")
+            service.process.send_signal(signal.SIGINT)
+            assert service.end()[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("backend", "port", "world_size", "says"),
+    [
+        ("c10d", 1, 2, "--standby needs torchrun --rdzv-backend wideep, but the backend is 'c10d'"),
+        ("wideep", 1, 1, "--standby names a second node, but this service has only one"),
+        ("wideep", 29400, 2, "--standby is 127.0.0.1:29400, which has the port of --rdzv-endpoint"),
+    ],
+)
+def test_a_service_that_cannot_have_a_standby_is_refused(
+    model: Path, backend: str, port: int, world_size: int, says: str
+) -> None:
+    environment = {
+        **place(world_size=world_size),
+        "PET_RDZV_BACKEND": backend,
+        "PET_RDZV_ENDPOINT": "127.0.0.1:29400",
+    }
+    command = ["worker", str(model), f"--port={free_port()}", f"--standby=127.0.0.1:{port}"]
+    with Service(model.parent, command, environment) as service:
+        assert service.end()[0] == 1
+        assert says in service.output()
+        assert service.pids().keys() == {"worker-0"}

@@ -118,6 +118,7 @@ def main() -> None:
     parser.add_argument("--options", type=json.loads, default={})
     parser.add_argument("--ready-fd", type=int)
     parser.add_argument("--front-number", type=int, default=0)
+    parser.add_argument("--stands-by", action="store_true")
     args, _ = parser.parse_known_args()
     stubborn = os.environ.get("FAKE_STUBBORN") == "1"
     name = f"{args.role}-{os.environ['RANK']}" + (f"-{args.front_number}" if args.front_number else "")
@@ -125,7 +126,14 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN if stubborn else _end(name))
     if args.role == "engine":
         signal.signal(signal.SIGUSR2, lambda *_: os._exit(FRONT_IS_GONE))
-    wanted = ("WIDEEP_FRONT", "OMP_NUM_THREADS", "WIDEEP_API_KEY", "WIDEEP_RESTARTS", "WIDEEP_KEPT")
+    wanted = (
+        "WIDEEP_FRONT",
+        "OMP_NUM_THREADS",
+        "WIDEEP_API_KEY",
+        "WIDEEP_RESTARTS",
+        "WIDEEP_KEPT",
+        "WIDEEP_STANDBY",
+    )
     known = {"pid": os.getpid(), "argv": sys.argv[1:], "env": {key: os.environ.get(key) for key in wanted}}
     partial = Path(os.environ["FAKE_DIRECTORY"]) / f"{name}.partial"
     partial.write_text(json.dumps(known))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from scheduler.policy.config import EngineConfig
+from scheduler.policy.config import EngineConfig, EngineSettings
 from scheduler.step.sizing import WORKSPACE_BYTES, KVMemoryError
 from server.options.pools import single_pool
 from server.options.table import Options
@@ -16,7 +16,7 @@ from server.serve.rank import engine
 from server.serve.store.rendezvous import Place
 
 STUBS = (
-    "_own_store", "address_elsewhere", "check_nodes_together", "PrefixStore", "StoreDoorbell", "_join", "_tell_decisions",
+    "address_elsewhere", "check_nodes_together", "PrefixStore", "_join", "_tell_decisions",
     "front_stream", "_peer_network",
 )  # fmt: skip
 
@@ -46,7 +46,10 @@ def test_serving_begins_with_all_loaded_objects_frozen_and_no_garbage(
 
     for name in STUBS:
         monkeypatch.setattr(engine, name, lambda *_, **__: None)
-    monkeypatch.setattr(engine, "_front", lambda *_: {})
+    monkeypatch.setattr(
+        engine, "JobStore", lambda *_, **__: SimpleNamespace(open=lambda: None, open_doorbell=lambda _: None)
+    )
+    monkeypatch.setattr(engine, "_fronts", lambda *_, **__: ({}, None))
     monkeypatch.setattr(engine, "loading_of", lambda *_, **__: SimpleNamespace(note=lambda *_, **__: None))
     monkeypatch.setattr(
         engine, "engine_config", lambda *_: SimpleNamespace(kv_cache_bytes=0, memory_bytes=None)
@@ -59,6 +62,8 @@ def test_serving_begins_with_all_loaded_objects_frozen_and_no_garbage(
             cluster_key=None,
             model="m",
             join=None,
+            standby=None,
+            engine=EngineSettings(),
             pools=None,
             has_own_pool=False,
             pools_among=lambda _ranks: single_pool(1),

@@ -1,6 +1,6 @@
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ from server.link.rank_link import FrontLost, LinkError, RefusedError
 from server.options.pools import single_pool
 from server.serve.children import FRONT_IS_GONE
 from server.serve.rank import front_stream
-from server.serve.rank.front_stream import FrontStream
+from server.serve.rank.front_stream import FrontStream, StandbyFront
 
 FRONT = {"ranks_address": "127.0.0.1:1", "token": "t"}
 HOME = linear_placement(2, 6, 3).with_version(7)
@@ -35,6 +35,7 @@ class Link:
 
     errors: ClassVar[list[LinkError | None]] = []
     facts: ClassVar[list[RankFacts]] = []
+    addresses: ClassVar[list[str]] = []
     order: ClassVar[Order | None] = None  # arrives with the front's welcome
 
     def __init__(
@@ -48,12 +49,15 @@ class Link:
         cluster_key: bytes | None,
     ) -> None:
         self.facts.append(facts)
+        self.addresses.append(_address)
         self.send, self._receive = Mock(), receive
+        self.on_welcome: Callable[[], None] = lambda: None
 
     def open(self, _timeout_s: float) -> None:
         error = self.errors.pop(0)
         if error is not None:
             raise error
+        self.on_welcome()
         if self.order is not None:
             self._receive(self.order)
 
@@ -68,7 +72,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> FrontStream:
     monkeypatch.setattr(os, "_exit", end)
     monkeypatch.setattr(front_stream, "RankLink", Link)
     monkeypatch.setattr(front_stream, "read_slot", lambda *_: SimpleNamespace(num_bytes=5))
-    Link.errors, Link.facts, Link.order = [], [], None
+    Link.errors, Link.facts, Link.addresses, Link.order = [], [], [], None
     built: Any = Mock(
         max_model_len=64, num_blocks=8, runner=SimpleNamespace(step=SimpleNamespace(block_tokens=16))
     )
@@ -205,3 +209,55 @@ def test_a_rank_to_which_no_front_comes_back_ends_with_its_service(stream: Front
 def test_the_front_is_told_how_often_an_engine_was_started_again(stream: FrontStream) -> None:
     [facts] = Link.facts
     assert (facts.rank, facts.world_size, facts.num_restarts, facts.restartable_in_s) == (2, 3, 1, 4.5)
+
+
+STANDBY = {"ranks_address": "127.0.0.1:2", "token": "t"}
+
+
+def with_standby(
+    stream: FrontStream, monkeypatch: pytest.MonkeyPatch, reachable: Sequence[set[str]]
+) -> list[str]:
+    """Give a stream a standby. `reachable`: the addresses that accept connections at each attempt. Returns the calls."""
+    calls: list[str] = []
+    stream.standby = StandbyFront(STANDBY, lambda: calls.append("taken over"))
+    attempts = iter(reachable)
+    at: list[set[str]] = []
+
+    def reach(address: str, _timeout_s: float) -> None:
+        if address == FRONT["ranks_address"]:
+            at[:] = [next(attempts)]
+        if address not in at[0]:
+            raise LinkError(address)
+
+    monkeypatch.setattr(front_stream, "reach", reach)
+    monkeypatch.setattr(front_stream, "RETRY_S", 0.0)
+    Link.addresses.clear()
+    return calls
+
+
+def test_a_rank_attaches_to_the_standby_that_has_taken_over_and_then_knows_no_other_front(
+    stream: FrontStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = FRONT["ranks_address"], STANDBY["ranks_address"]
+    calls = with_standby(stream, monkeypatch, [set(), {second}, {second}, {second}])
+    built: Any = stream._built
+    built.engine.regroup.side_effect = lambda _order: calls.append("order")
+    Link.order = Order(4, (0, 2), linear_placement(2, 6, 2))
+    Link.errors = [LinkError("it has not taken over yet"), LinkError("nor now"), None]
+    stream.receive(BROKEN)
+    assert Link.addresses == [second] * 3
+    assert calls == ["taken over", "order"], "the store has moved before the order comes"
+    Link.errors, Link.order = [None], None
+    stream.receive(BROKEN)  # a front that replaces that one
+    assert Link.addresses[3:] == [second] and first not in Link.addresses
+
+
+def test_a_rank_returns_to_a_killed_front_that_is_back_before_the_standby_leads(
+    stream: FrontStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = FRONT["ranks_address"], STANDBY["ranks_address"]
+    calls = with_standby(stream, monkeypatch, [{second}, {first, second}])
+    Link.errors = [LinkError("it does not lead yet"), None]
+    stream.receive(BROKEN)
+    assert Link.addresses == [second, first] and calls == []
+    assert stream.standby is not None

@@ -1,0 +1,213 @@
+"""The leading front's part in a service with a standby: it copies the folder that outlives it to the standby's front.
+
+The folder has everything that a front which replaces a killed one needs (`kept_answers`, `left_runs`, files and batches). The ranks keep
+the rest. So the standby's front starts as such a replacement, from the copies. The kernel reports the changes of the folder;
+whole files are sent, and of long ones only the bytes that were appended. An answer with the id of a later result (a background
+response, a batch, a file) is sent to its client when the standby has the files behind it.
+Rejected: sending the tokens of open requests, which would cost a message per step. A request that runs again draws the same tokens.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.http.errors import route_path
+from server.link.messages import Copied, FileGone, FilePart, ServiceEnds
+from server.link.ranks import StandbyStream
+from server.link.seal import SealError
+from server.machine.folder_watch import FolderWatch, status_of
+
+LEFT_OUT = frozenset({"weights"})  # uploaded weights: too large, and the ranks have them
+COPY_TIMEOUT_S = 2.0  # for the standby to write files; after that, answers do not wait for it
+_PART_BYTES = 1 << 19
+_GROWS_FROM = 1 << 16  # bytes; shorter files are sent as a whole
+_PATHS = ("/v1/responses", "/v1/batches", "/v1/files")  # routes of answers with ids of later results
+_LOG = logging.getLogger("wideep.front")
+
+
+class _Sent(NamedTuple):
+    inode: int
+    num_bytes: int
+
+
+class KeptFiles:
+    """The files of the leading front, and the stream to the standby while it follows."""
+
+    def __init__(self, folder: Path, note: Callable[[str, str], None]) -> None:
+        """Args: note is called with the kind and the text of events."""
+        self._folder, self._note = folder, note
+        self.on_replaced: Callable[[], None] = lambda: None  # called when the standby has taken over
+        self._watch = FolderWatch(folder, left_out=LEFT_OUT)
+        self._stream: StandbyStream | None = None
+        self._tasks: list[asyncio.Task[None]] = []  # of the stream
+        self._changed = asyncio.Event()
+        self._is_new: dict[str, bool] = {}  # changed files that were not sent yet, as in `Changes`
+        self._sent: dict[str, _Sent] = {}
+        self._marks: list[int] = []  # to be sent behind the files
+        self._newest_mark = 0
+        self._waits: dict[int, asyncio.Future[None]] = {}  # by mark
+        self._is_over = False
+        asyncio.get_running_loop().add_reader(self._watch.fd, self._look)
+
+    async def serve(self, stream: StandbyStream) -> None:
+        """Send all files, and then every change, until the stream ends."""
+        if stream.first.has_taken_over:
+            self.on_replaced()
+            return
+        for task in self._tasks:  # of a stream that broke without notice
+            task.cancel()
+        self._stream = stream
+        self._begin(stream)
+        self._note("standby_follows", "the standby follows")
+        self._tasks = tasks = [
+            asyncio.create_task(self._send(stream)),
+            asyncio.create_task(self._read(stream)),
+        ]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            for result in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(result, SealError | OSError | ValueError | LookupError | TypeError):
+                    _LOG.error("the standby cannot follow: %s: %s", type(result).__name__, result)
+            if self._stream is stream:
+                self._stream = None
+                self._release()
+                if not self._is_over:
+                    _LOG.warning(
+                        "the standby does not follow any more; the service has none until it is back"
+                    )
+                    self._note("standby_lost", "the standby does not follow any more")
+
+    async def wait_until_copied(self) -> None:
+        """Wait until the standby has every file as it is now. Does not wait if none follows, or for more than COPY_TIMEOUT_S."""
+        if self._stream is None:
+            return
+        self._look()
+        self._newest_mark += 1
+        mark = self._newest_mark
+        self._waits[mark] = asyncio.get_running_loop().create_future()
+        self._marks.append(mark)
+        self._changed.set()
+        try:
+            await asyncio.wait_for(self._waits[mark], COPY_TIMEOUT_S)
+        except TimeoutError:
+            _LOG.warning("the standby has not written its copies within %g s", COPY_TIMEOUT_S)
+        finally:
+            self._waits.pop(mark, None)
+
+    def end(self) -> None:
+        """Announce that the service ends, so that it does not take over."""
+        self._is_over = True
+        self._changed.set()
+
+    def close(self) -> None:
+        """Stop watching the folder."""
+        asyncio.get_running_loop().remove_reader(self._watch.fd)
+        self._watch.close()
+
+    def _begin(self, stream: StandbyStream) -> None:
+        """Compare the standby's copies with the files."""
+        self._look()
+        self._is_new.clear()
+        self._sent.clear()
+        copies = {each.path: (each.num_bytes, each.mtime_ns) for each in stream.first.files}
+        for path in {*self._watch.files(), *copies}:
+            found = status_of(self._folder / path)
+            if found is None or copies.get(path) != (found.st_size, found.st_mtime_ns):
+                self._is_new[path] = True
+            else:
+                self._sent[path] = _Sent(found.st_ino, found.st_size)
+        self._changed.set()
+
+    def _look(self) -> None:
+        """Take the kernel's reports."""
+        changes = self._watch.take()
+        paths = changes.is_new
+        if changes.is_overrun:
+            paths = dict.fromkeys([*self._watch.files(), *self._sent, *paths], True)
+        for path, is_new in paths.items():
+            self._is_new[path] = self._is_new.get(path, False) or is_new
+        if paths:
+            self._changed.set()
+
+    def _release(self) -> None:
+        for wait in self._waits.values():
+            if not wait.done():
+                wait.set_result(None)
+
+    async def _read(self, stream: StandbyStream) -> None:
+        async for message in stream.received():
+            if not isinstance(message, Copied):
+                raise ValueError(f"unexpected {type(message).__name__}")
+            wait = self._waits.get(message.number)
+            if wait is not None and not wait.done():
+                wait.set_result(None)
+
+    async def _send(self, stream: StandbyStream) -> None:
+        while not self._is_over:
+            await self._changed.wait()
+            self._changed.clear()
+            while self._is_new:
+                path = next(iter(self._is_new))
+                await self._send_file(stream, path, is_new=self._is_new.pop(path))
+            marks, self._marks = self._marks, []
+            for mark in marks:
+                await stream.send(Copied(mark))
+        await stream.send(ServiceEnds())
+        await asyncio.Event().wait()  # until the stream ends
+
+    async def _send_file(self, stream: StandbyStream, path: str, *, is_new: bool) -> None:
+        try:
+            fd = os.open(self._folder / path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            if self._sent.pop(path, None) is not None or is_new:
+                await stream.send(FileGone(path))
+            return
+        with os.fdopen(fd, "rb") as file:
+            status = os.fstat(fd)
+            sent = self._sent.get(path)
+            grew = (
+                sent is not None
+                and sent.inode == status.st_ino
+                and _GROWS_FROM < sent.num_bytes <= status.st_size
+            )
+            at = sent.num_bytes if sent is not None and grew and not is_new else 0
+            file.seek(at)
+            while True:
+                content = file.read(min(_PART_BYTES, status.st_size - at))
+                is_last = at + len(content) >= status.st_size or not content
+                part = FilePart(path, at, np.frombuffer(content, np.uint8), status.st_mtime_ns, is_last)
+                await stream.send(part)
+                at += len(content)
+                if is_last:
+                    break
+        self._sent[path] = _Sent(status.st_ino, at)
+
+
+class CopiedFirst:
+    """Holds back answers with the ids of later results until the standby has the files behind them."""
+
+    def __init__(self, app: ASGIApp, files: KeptFiles) -> None:
+        """Wrap an application."""
+        self._app, self._files = app, files
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, and hold back the beginning of such an answer."""
+        promises = (
+            scope["type"] == "http" and scope["method"] != "GET" and route_path(scope).startswith(_PATHS)
+        )
+
+        async def send_later(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                await self._files.wait_until_copied()
+            await send(message)
+
+        await self._app(scope, receive, send_later if promises else send)

@@ -1,0 +1,142 @@
+"""Where the ranks of a service find their job's store, which may move to another node.
+
+torchrun's agent on the endpoint's node hosts the store. With `--standby`, the agent on the standby's node hosts a second one. If
+the first node is lost, the ranks move to it when they attach to the front there.
+Rejected: copying the entries of the first store, because later epochs use none of them: their names contain the epoch's number.
+"""
+
+import contextlib
+import json
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store
+
+from scheduler.step.groups import StoreDoorbell
+from server.serve.store.claim import publish_service
+from server.serve.store.meeting import Endpoint
+from server.serve.store.moving_store import MovingStore, StoreAddress, connect, open_store
+from server.serve.store.rendezvous import Place
+from server.serve.store.signed_store import SignedStore
+
+FRONT_KEY, STANDBY_KEY = "front", "standby"  # entries with the fronts' addresses
+_RING_S = 1.0  # for a ring to find the store
+STANDBY_TIMEOUT_S = 120.0  # for the front on the standby's node to bind its ports
+
+
+class _MovingDoorbell(StoreDoorbell):
+    """A doorbell in a store that may be lost.
+
+    A ring then has no effect, because the thread that rings may be the one that moves this rank to another store. The next order rings
+    again.
+    """
+
+    def ring(self, step: int) -> None:
+        with contextlib.suppress(dist.DistNetworkError):
+            super().ring(step)
+
+
+class NoStandbyError(RuntimeError):
+    """No node of the service has the address of --standby."""
+
+
+class JobStore:
+    """Where this rank finds the store of its job."""
+
+    def __init__(
+        self,
+        place: Place,
+        environment: Mapping[str, str],
+        key: bytes | None,
+        *,
+        standby: str | None = None,
+        recovery_s: float = 0.0,
+    ) -> None:
+        """Args: standby is the address of the second store, if there is one; recovery_s is as for `MovingStore`."""
+        names = (environment.get(f"TORCHELASTIC_{name}", "0") for name in ("RUN_ID", "RESTART_COUNT"))
+        self._prefix, self._environment, self._key = "/".join(("wideep", *names)), environment, key
+        self._recovery_s = recovery_s
+        self.first = Endpoint(place.master_addr, place.master_port)
+        self.standby = None if standby is None else Endpoint.parse(standby)
+        self._address = StoreAddress(self.first)
+
+    def open(self, *, recovery_s: float | None = None) -> Store:
+        """Return a separate connection, with a prefix for this job and this round of torchrun's workers."""
+        return PrefixStore(self._prefix, self._open(self._address, recovery_s))
+
+    def open_doorbell(self, prefix: str) -> StoreDoorbell:
+        """Return the doorbell of a pool, on two connections."""
+        if self.standby is None:
+            return StoreDoorbell(*(PrefixStore(prefix, self.open()) for _ in range(2)))
+        waiting, ringing = self.open(), self.open(recovery_s=_RING_S)
+        return _MovingDoorbell(PrefixStore(prefix, waiting), PrefixStore(prefix, ringing))
+
+    def publish(self, front: Mapping[str, str], store: Store) -> None:
+        """Write the addresses of the front on this node, for the other ranks and for nodes that join later."""
+        store.set(FRONT_KEY, json.dumps(front))
+        publish_service(self._open(self._address), front, self._environment)
+
+    def publish_standby(self, bound: Mapping[str, str], store: Store) -> dict[str, str]:
+        """Write the addresses of the standby's front on this node, and return those of the leading front.
+
+        Args:
+            bound: As announced by the standby's front. Its token is replaced by that of the leading front.
+        """
+        assert self.standby is not None, "the supervisor knows it"
+        first: dict[str, str] = json.loads(store.get(FRONT_KEY))
+        front = {**bound, "token": first["token"]}
+        there = self._open(StoreAddress(self.standby))
+        PrefixStore(self._prefix, there).set(FRONT_KEY, json.dumps(front))
+        publish_service(there, front, self._environment)
+        store.set(STANDBY_KEY, json.dumps(front))
+        return first
+
+    def find_standby(self, store: Store, *, is_start: bool) -> dict[str, str] | None:
+        """Return the addresses of the standby's front. Returns None if the service has lost it.
+
+        Args:
+            is_start: Whether the service starts, so that the addresses are still to come.
+
+        Raises:
+            NoStandbyError: They did not come.
+        """
+        if self.standby is None or self._address.present == self.standby:
+            return None
+        if is_start:
+            try:
+                store.wait([STANDBY_KEY], timedelta(seconds=STANDBY_TIMEOUT_S))
+            except dist.DistStoreError as error:
+                raise NoStandbyError(
+                    f"--standby is {self.standby}, but no node of the service with that address started a front within "
+                    f"{STANDBY_TIMEOUT_S:g} s; name an address of another node than the endpoint's, and use the same flags on "
+                    "all nodes"
+                ) from error
+        elif not store.check([STANDBY_KEY]):
+            return None
+        found: dict[str, str] = json.loads(store.get(STANDBY_KEY))
+        return found
+
+    def move(self) -> None:
+        """Use the standby's store from now on."""
+        assert self.standby is not None, "there is a standby"
+        self._address.move(self.standby)
+
+    def move_if_lost(self) -> None:
+        """Use the standby's store if the first one has no front of this job: this engine starts after the first node was lost."""
+        if self.standby is None or self.standby == self.first:
+            return
+        try:
+            has_front = PrefixStore(self._prefix, connect(self.first)).check([FRONT_KEY])
+        except dist.DistError:
+            has_front = False
+        if not has_front:
+            self.move()
+
+    def _open(self, address: StoreAddress, recovery_s: float | None = None) -> Store:
+        store: Store
+        if self.standby is None:
+            store = open_store(address.present)
+        else:
+            store = MovingStore(address, recovery_s=self._recovery_s if recovery_s is None else recovery_s)
+        return store if self._key is None else SignedStore(store, self._key)

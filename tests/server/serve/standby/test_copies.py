@@ -1,0 +1,361 @@
+"""The standby's front has the leading front's files, and notices the loss of its node."""
+
+import asyncio
+import contextlib
+import functools
+import os
+import socket
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from starlette.types import Message, Receive, Scope, Send
+
+from server.link.messages import Copied, FileGone, FilePart
+from server.link.ranks import Ranks
+from server.serve.standby.first_front import (
+    Copies,
+    FirstFront,
+    Following,
+    end_first,
+    find_first,
+    has_taken_over,
+    leave_first,
+    note_taken_over,
+    why_lost,
+)
+from server.serve.standby.leading import CopiedFirst, KeptFiles
+from server.serve.store.meeting import Endpoint
+
+KEY = b"k" * 32
+LONG = 1_500_000  # bytes: three parts
+WITHIN_S = 30.0
+
+
+class Leading:
+    """A leading front without HTTP, and torchrun's agent."""
+
+    def __init__(self, folder: Path, key: bytes | None = None) -> None:
+        self.key, self.events = key, list[str]()
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+        self.files = KeptFiles(folder, lambda kind, _text: self.events.append(kind))
+        self.ranks = Ranks(1, "token", cluster_key=key)
+        self.ranks.on_follow = self.files.serve
+        self.agent = socket.create_server(("127.0.0.1", 0))
+        address = self.ranks.bind("127.0.0.1")
+        self.first = FirstFront(address, "token", Endpoint("127.0.0.1", self.agent.getsockname()[1]))
+
+    async def serve(self) -> None:
+        """Accept the standby."""
+        await self.ranks.serve(lambda *_: None, _refuse, _refuse)
+
+    async def close(self) -> None:
+        """End as a killed process does."""
+        self.agent.close()
+        await self.ranks.close()
+        self.files.close()
+
+
+def _refuse(_message: object) -> Any:
+    raise AssertionError("no rank comes")
+
+
+class Standby:
+    """The standby's front as far as it follows."""
+
+    def __init__(self, first: FirstFront, folder: Path, key: bytes | None = None) -> None:
+        self.copies, self.said = Copies(folder), list[str]()
+        self.following = Following(first, self.copies, cluster_key=key, silence_s=0.0)
+        self.lost = asyncio.create_task(asyncio.to_thread(self.following.follow, self.said.append))
+
+    async def close(self) -> None:
+        """End."""
+        self.following.stop()
+        await self.lost
+
+
+@contextlib.asynccontextmanager
+async def following(directory: Path, key: bytes | None) -> AsyncIterator[tuple[Leading, Standby]]:
+    """Run a leading front, and a standby that follows it."""
+    leading = Leading(directory / "first", key)
+    await leading.serve()
+    standby = Standby(leading.first, directory / "copies", key)
+    await until(lambda: leading.events == ["standby_follows"])
+    yield leading, standby
+    await standby.close()
+    await leading.close()
+
+
+def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run an asynchronous test."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **named: Any) -> None:
+        asyncio.run(test(*args, **named))
+
+    return run
+
+
+with_and_without_key = pytest.mark.parametrize("key", [None, KEY], ids=["no key", "a cluster key"])
+
+
+async def until(is_true: Callable[[], bool]) -> None:
+    """Wait for a condition."""
+    async with asyncio.timeout(WITHIN_S):
+        while not is_true():
+            await asyncio.sleep(0.01)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return all files."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+async def copied(leading: Leading, standby: Standby) -> bool:
+    """Wait until the standby has answered, and return whether the folders are equal."""
+    async with asyncio.timeout(WITHIN_S):
+        await leading.files.wait_until_copied()
+    return contents(leading.folder) == contents(standby.copies.folder)
+
+
+@with_and_without_key
+@in_a_loop
+async def test_every_change_is_there_when_the_leading_front_has_waited(
+    tmp_path: Path, key: bytes | None
+) -> None:
+    async with following(tmp_path, key) as (leading, standby):
+        folder = leading.folder
+        (folder / "answers").mkdir()
+        (folder / "answers" / "a").write_bytes(b"accepted\n")
+        assert await copied(leading, standby)
+        with (folder / "answers" / "a").open("ab") as file:
+            file.write(b"the answer")
+        (folder / "empty").touch()
+        assert await copied(leading, standby)
+        (folder / "long").write_bytes(os.urandom(LONG))
+        assert await copied(leading, standby)
+        with (folder / "long").open("ab") as file:
+            file.write(os.urandom(LONG))
+        assert await copied(leading, standby)
+        (folder / "long").write_bytes(b"short again")
+        (folder / "answers" / "a").unlink()
+        assert await copied(leading, standby)
+        assert contents(folder) == {"empty": b"", "long": b"short again"}
+
+
+@with_and_without_key
+@in_a_loop
+async def test_a_long_file_that_grows_is_sent_from_where_it_grew(tmp_path: Path, key: bytes | None) -> None:
+    async with following(tmp_path, key) as (leading, standby):
+        (leading.folder / "long").write_bytes(bytes(LONG))
+        assert await copied(leading, standby)
+        inode = (standby.copies.folder / "long").stat().st_ino
+        with (leading.folder / "long").open("ab") as file:
+            file.write(b"more")
+        assert await copied(leading, standby)
+        assert (standby.copies.folder / "long").stat().st_ino == inode, "it was not written again"
+
+
+@with_and_without_key
+@in_a_loop
+async def test_a_standby_that_returns_gets_only_what_has_changed(
+    tmp_path: Path, key: bytes | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with following(tmp_path, key) as (leading, standby):
+        for name in ("same", "changed", "removed"):
+            (leading.folder / name).write_text(name)
+        assert await copied(leading, standby)
+        await standby.close()
+        await until(lambda: leading.events[-1] == "standby_lost")
+        (leading.folder / "changed").write_text("again")
+        (leading.folder / "removed").unlink()
+        taken: list[str] = []
+        take = Copies.take
+
+        def note(self: Copies, message: Any) -> None:
+            taken.append(message.path)
+            take(self, message)
+
+        monkeypatch.setattr(Copies, "take", note)
+        again = Standby(leading.first, standby.copies.folder, leading.key)
+        await until(lambda: leading.events[-1] == "standby_follows")
+        assert await copied(leading, again)
+        assert sorted(taken) == ["changed", "removed"]
+        await again.close()
+
+
+@in_a_loop
+async def test_without_a_standby_nothing_waits(tmp_path: Path) -> None:
+    leading = Leading(tmp_path / "first")
+    await asyncio.wait_for(leading.files.wait_until_copied(), 1.0)
+    await leading.close()
+
+
+@with_and_without_key
+@in_a_loop
+async def test_a_standby_that_does_not_answer_delays_an_answer_only_for_a_while(
+    tmp_path: Path, key: bytes | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with following(tmp_path, key) as (leading, standby):
+        monkeypatch.setattr("server.serve.standby.leading.COPY_TIMEOUT_S", 0.1)
+        halted = threading.Event()
+        monkeypatch.setattr(Copies, "take", lambda *_: halted.wait(WITHIN_S))
+        (leading.folder / "file").write_text("1")
+        await asyncio.wait_for(leading.files.wait_until_copied(), WITHIN_S)
+        assert contents(standby.copies.folder) == {}
+        halted.set()
+
+
+@in_a_loop
+async def test_a_killed_front_is_followed_again_while_its_node_is_there(tmp_path: Path) -> None:
+    leading = Leading(tmp_path / "first")
+    await leading.serve()
+    standby = Standby(leading.first, tmp_path / "copies")
+    await until(lambda: leading.events == ["standby_follows"])
+    await leading.ranks.close()
+    leading.files.close()
+    await until(lambda: leading.events == ["standby_follows", "standby_lost"])
+    again = Leading(tmp_path / "first")
+    port = int(leading.first.ranks_address.rpartition(":")[2])
+    again.ranks = Ranks(1, "token")
+    again.ranks.bind("127.0.0.1", port)
+    again.ranks.on_follow = again.files.serve
+    (again.folder / "file").write_text("1")
+    await again.serve()
+    await until(lambda: again.events == ["standby_follows"])
+    assert await copied(again, standby)
+    assert not standby.lost.done()
+    leading.agent.close()
+    await again.close()
+    async with asyncio.timeout(WITHIN_S):
+        why = await standby.lost
+    assert why is not None and f"torchrun does not answer at 127.0.0.1:{leading.first.store.port}" in why
+
+
+@with_and_without_key
+@in_a_loop
+async def test_a_service_that_ends_in_order_is_not_taken_over(tmp_path: Path, key: bytes | None) -> None:
+    async with following(tmp_path, key) as (leading, standby):
+        leading.files.end()
+        async with asyncio.timeout(WITHIN_S):
+            assert await standby.lost is None
+
+
+@in_a_loop
+async def test_another_cluster_key_is_refused(tmp_path: Path) -> None:
+    leading = Leading(tmp_path / "first", KEY)
+    await leading.serve()
+    standby = Standby(leading.first, tmp_path / "copies", b"another key that is long enough..")
+    await until(lambda: any("the cluster keys differ" in said for said in standby.said))
+    assert leading.events == []
+    await standby.close()
+    await leading.close()
+
+
+@in_a_loop
+async def test_a_standby_that_leads_ends_the_former_front(tmp_path: Path) -> None:
+    leading, ended = Leading(tmp_path / "first", KEY), list[bool]()
+    leading.files.on_replaced = lambda: ended.append(True)
+    await leading.serve()
+    assert await asyncio.to_thread(end_first, leading.first, KEY)
+    assert ended == [True]
+    await leading.close()
+    assert not await asyncio.to_thread(end_first, leading.first, KEY)
+
+
+def part(path: str, offset: int, content: bytes, *, is_last: bool = True) -> FilePart:
+    return FilePart(path, offset, np.frombuffer(content, np.uint8), 1, is_last)
+
+
+@pytest.mark.parametrize("path", ["../out", "/etc/passwd", "a/../../out", "."])
+def test_a_file_outside_of_the_folder_is_refused(tmp_path: Path, path: str) -> None:
+    copies = Copies(tmp_path / "copies")
+    for message in (part(path, 0, b"x"), FileGone(path)):
+        with pytest.raises(ValueError, match="is outside of the folder"):
+            copies.take(message)
+    assert contents(tmp_path) == {}
+
+
+def test_a_part_that_does_not_fit_its_copy_is_refused(tmp_path: Path) -> None:
+    copies = Copies(tmp_path / "copies")
+    copies.take(part("a", 0, b"12"))
+    with pytest.raises(ValueError, match="the copy of a has another length"):
+        copies.take(part("a", 3, b"4"))
+    with pytest.raises(ValueError, match="unexpected Copied"):
+        copies.take(Copied(1))
+
+
+def test_a_copy_that_was_cut_off_is_not_seen(tmp_path: Path) -> None:
+    copies = Copies(tmp_path / "copies")
+    copies.take(part("a", 0, b"12"))
+    copies.take(part("a", 0, b"345", is_last=False))
+    assert (copies.folder / "a").read_bytes() == b"12"
+    assert [each.path for each in copies.files()] == ["a"]
+    assert contents(copies.folder) == {"a": b"12"}
+
+
+def test_the_first_front_is_left_for_the_standbys_and_a_takeover_for_its_successor(tmp_path: Path) -> None:
+    assert find_first(tmp_path) is None and not has_taken_over(tmp_path)
+    leave_first(
+        tmp_path, {"ranks_address": "10.0.0.1:5", "token": "t", "http": "h"}, Endpoint("10.0.0.1", 29400)
+    )
+    note_taken_over(tmp_path)
+    assert find_first(tmp_path) == FirstFront("10.0.0.1:5", "t", Endpoint("10.0.0.1", 29400))
+    assert has_taken_over(tmp_path)
+
+
+def test_a_node_is_lost_if_torchrun_refuses_connections_or_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as agent:
+        endpoint = Endpoint("127.0.0.1", agent.getsockname()[1])
+        assert why_lost(endpoint) is None
+    assert "refused" in str(why_lost(endpoint)).lower()
+
+    def no_answer(*_: object, **__: object) -> socket.socket:
+        raise TimeoutError("timed out")
+
+    monkeypatch.setattr(socket, "create_connection", no_answer)
+    assert "timed out" in str(why_lost(endpoint))
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "waits"),
+    [
+        ("POST", "/v1/responses", True),
+        ("POST", "/v1/batches", True),
+        ("DELETE", "/v1/files/file-1", True),
+        ("GET", "/v1/files/file-1", False),
+        ("POST", "/v1/chat/completions", False),
+    ],
+)
+@in_a_loop
+async def test_only_answers_that_promise_something_wait_for_the_copies(
+    method: str, path: str, waits: bool
+) -> None:
+    calls: list[str] = []
+
+    class Files:
+        async def wait_until_copied(self) -> None:
+            calls.append("copied")
+
+    async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200})
+        await send({"type": "http.response.body"})
+
+    async def send(message: Message) -> None:
+        calls.append(message["type"])
+
+    receive: Callable[[], Awaitable[Message]] = asyncio.Queue[Message]().get
+    files: Any = Files()
+    await CopiedFirst(app, files)({"type": "http", "method": method, "path": path}, receive, send)
+    expected = ["copied"] if waits else []
+    assert calls == [*expected, "http.response.start", "http.response.body"]

@@ -1,0 +1,176 @@
+"""Ranks find the job's store when it has moved to another node."""
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore
+
+from dispatch.ports import free_port
+from server.serve.store import job_store
+from server.serve.store.claim import find_service
+from server.serve.store.job_store import FRONT_KEY, JobStore, NoStandbyError
+from server.serve.store.meeting import Endpoint
+from server.serve.store.moving_store import MovingStore, StoreAddress
+from server.serve.store.rendezvous import Place
+
+WAIT_S = 60.0
+KEY = b"k" * 32
+FRONT = {"http": "http://0.0.0.0:8000", "ranks_address": "10.0.0.1:5", "token": "secret"}
+BOUND = {"http": "http://0.0.0.0:8000", "ranks_address": "10.0.0.2:6", "token": "unused"}
+HOST = (
+    "import sys, torch.distributed as dist; store = dist.TCPStore('127.0.0.1', int(sys.argv[1]), is_master=True, \
+wait_for_workers=False); print(flush=True); sys.stdin.read()"
+)
+
+
+def hosted() -> tuple[TCPStore, Endpoint]:
+    """Host a store in this process."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return store, Endpoint("127.0.0.1", store.port)
+
+
+@pytest.fixture
+def first() -> Iterator[tuple[Endpoint, "subprocess.Popen[str]"]]:
+    """Host a store in a process that may be killed."""
+    port = free_port()
+    command = [sys.executable, "-c", HOST, str(port)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        yield Endpoint("127.0.0.1", port), process
+        process.kill()
+
+
+def place(endpoint: Endpoint, rank: int = 0) -> Place:
+    return Place(
+        rank=rank, world_size=2, local_rank=0, local_world_size=1, master_addr=endpoint.host, master_port=endpoint.port
+    )  # fmt: skip
+
+
+def test_waiting_and_writing_ranks_meet_in_the_store_to_which_they_move(
+    first: tuple[Endpoint, "subprocess.Popen[str]"],
+) -> None:
+    endpoint, process = first
+    second, there = hosted()
+    address = StoreAddress(endpoint)
+    stores = [PrefixStore("epoch", MovingStore(address, recovery_s=WAIT_S)) for _ in range(2)]
+    stores[1].set("before", "1")
+    assert stores[0].get("before") == b"1" and stores[1].check(["before"])
+    with ThreadPoolExecutor(1) as threads:
+        waits = threads.submit(stores[0].wait, ["bell"], timedelta(seconds=WAIT_S))
+        process.kill()
+        process.wait()
+        address.move(there)
+        stores[1].set("bell", "1")
+        waits.result(WAIT_S)
+    assert second.get("epoch/bell") == b"1"
+    assert stores[0].compare_set("fate", "", "meets") == b"meets"
+    assert stores[1].compare_set("fate", "", "is over") == b"meets"
+    assert stores[0].add("n", 2) == 2 and stores[1].delete_key("n")
+
+
+def test_a_write_to_a_broken_connection_is_repeated(first: tuple[Endpoint, "subprocess.Popen[str]"]) -> None:
+    """TCPStore's own `set` raises nothing then, so the others would wait for the value."""
+    endpoint, process = first
+    address = StoreAddress(endpoint)
+    store = MovingStore(address, recovery_s=WAIT_S)
+    store.set("a", "1")
+    process.kill()
+    process.wait()
+    second, there = hosted()
+    timer = threading.Timer(0.3, address.move, [there])  # while the operation looks for a store
+    timer.start()
+    store.set("b", "2")
+    timer.join()
+    assert second.get("b") == b"2"
+
+
+def test_without_a_store_an_operation_fails_in_time(
+    first: tuple[Endpoint, "subprocess.Popen[str]"],
+) -> None:
+    endpoint, process = first
+    store = MovingStore(StoreAddress(endpoint), recovery_s=0.2)
+    store.set("a", "1")
+    process.kill()
+    process.wait()
+    with pytest.raises(dist.DistNetworkError, match=f"no store answers at {endpoint}"):
+        store.check(["a"])
+
+
+def test_a_timeout_is_passed_on() -> None:
+    _, there = hosted()
+    with pytest.raises(dist.DistStoreError):
+        MovingStore(StoreAddress(there), recovery_s=WAIT_S).wait(["a"], timedelta(seconds=0.05))
+
+
+@pytest.mark.parametrize("key", [None, KEY], ids=["no key", "a cluster key"])
+def test_all_ranks_find_both_fronts_and_a_node_that_joins_finds_the_standbys(key: bytes | None) -> None:
+    (_first, endpoint), (_second, there) = hosted(), hosted()
+    jobs = [
+        JobStore(place(endpoint, rank), {}, key, standby=str(there), recovery_s=WAIT_S) for rank in (0, 1)
+    ]
+    jobs[0].publish(FRONT, jobs[0].open())
+    assert jobs[1].publish_standby(BOUND, jobs[1].open()) == FRONT
+    expected = {**BOUND, "token": "secret"}
+    assert [each.find_standby(each.open(), is_start=True) for each in jobs] == [expected] * 2
+    assert find_service(str(endpoint), key)["front"] == FRONT
+    assert find_service(str(there), key)["front"] == expected
+    jobs[0].move()
+    assert json.loads(jobs[0].open().get(FRONT_KEY)) == expected
+    assert jobs[0].find_standby(jobs[0].open(), is_start=False) is None, "it has taken over"
+
+
+def test_an_engine_that_starts_later_uses_the_store_that_has_a_front() -> None:
+    (first, endpoint), (_second, there) = hosted(), hosted()
+    jobs = [JobStore(place(endpoint), {}, None, standby=str(there), recovery_s=WAIT_S) for _ in range(2)]
+    jobs[0].publish(FRONT, jobs[0].open())
+    jobs[0].publish_standby(BOUND, jobs[0].open())
+    jobs[0].move_if_lost()
+    assert json.loads(jobs[0].open().get(FRONT_KEY)) == FRONT
+    first.delete_key("wideep/0/0/front")  # as on a node that was started again
+    jobs[1].move_if_lost()
+    assert json.loads(jobs[1].open().get(FRONT_KEY))["ranks_address"] == BOUND["ranks_address"]
+
+
+def test_an_address_of_no_node_ends_the_start_with_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_store, "STANDBY_TIMEOUT_S", 0.05)
+    _first, endpoint = hosted()
+    jobs = JobStore(place(endpoint), {}, None, standby="10.0.0.9:29401", recovery_s=WAIT_S)
+    with pytest.raises(NoStandbyError, match=r"--standby is 10\.0\.0\.9:29401, but no node of the service"):
+        jobs.find_standby(jobs.open(), is_start=True)
+
+
+def test_a_ring_in_a_lost_store_has_no_effect_and_one_in_the_next_store_wakes_a_rank(
+    first: tuple[Endpoint, "subprocess.Popen[str]"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_store, "_RING_S", 0.2)
+    endpoint, process = first
+    _second, there = hosted()
+    jobs = JobStore(place(endpoint), {}, None, standby=str(there), recovery_s=WAIT_S)
+    bell = jobs.open_doorbell("bell")
+    bell.ring(1)
+    bell.wait(1)
+    with ThreadPoolExecutor(1) as threads:
+        waits = threads.submit(bell.wait, 2)
+        process.kill()
+        process.wait()
+        bell.ring(2)
+        assert not waits.done()
+        jobs.move()
+        bell.ring(2)
+        waits.result(WAIT_S)
+
+
+def test_without_the_flag_there_is_one_store() -> None:
+    _first, endpoint = hosted()
+    jobs = JobStore(place(endpoint), {}, None)
+    jobs.move_if_lost()
+    assert jobs.find_standby(jobs.open(), is_start=True) is None
+    jobs.open().set("a", "1")
+    assert jobs.open().get("a") == b"1"
