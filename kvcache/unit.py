@@ -25,16 +25,18 @@ from torch import Tensor
 
 from kvcache.paged_cache import BLOCK_TOKENS, PagedCache
 
-_STEP = 0x9E3779B97F4A7C14  # even, and _FIRST is odd, so that every weight is odd
-_FIRST = 0xD1B54A32D192ED03
-_MASK = (1 << 64) - 1
+# As signed numbers of 64 bits. STEP is even and FIRST is odd, so that every weight is odd.
+STEP = 0x9E3779B97F4A7C14 - (1 << 64)
+FIRST = 0xD1B54A32D192ED03 - (1 << 64)
+MASK = (1 << 64) - 1
 WORD_BYTES = 4
+_UNSIGNED_STEP, _UNSIGNED_FIRST = STEP & MASK, FIRST & MASK
 
 
 @njit(nogil=True, cache=True)
 def _sum_words(words_W, place):  # type: ignore[no-untyped-def]
-    total, step = np.uint64(0), np.uint64(_STEP)
-    weight = np.uint64(_FIRST) + step * np.uint64(place)
+    total, step = np.uint64(0), np.uint64(_UNSIGNED_STEP)
+    weight = np.uint64(_UNSIGNED_FIRST) + step * np.uint64(place)
     for index in range(len(words_W)):
         total += np.uint64(words_W[index]) * (weight + step * np.uint64(index))
     return total
@@ -46,20 +48,15 @@ def sum_of(parts: Sequence[Tensor]) -> int:
     for part in parts:
         words_W = part.reshape(-1).view(torch.uint8).view(torch.int32).long() & 0xFFFFFFFF
         at_W = torch.arange(place, place + len(words_W), device=part.device)
-        weights_W = at_W * _signed(_STEP) + _signed(_FIRST)
-        total = (total + int((words_W * weights_W).sum())) & _MASK
+        weights_W = at_W * STEP + FIRST
+        total = (total + int((words_W * weights_W).sum())) & MASK
         place += len(words_W)
     return total
 
 
 def sum_of_bytes(record: memoryview) -> int:
     """Return the checksum of a record with all its parts in one piece. The memory is aligned to words."""
-    return int(_sum_words(np.frombuffer(record, np.uint32), 0)) & _MASK
-
-
-def _signed(number: int) -> int:
-    """Return the int64 with the bits of an unsigned number."""
-    return number - (1 << 64) if number >> 63 else number
+    return int(_sum_words(np.frombuffer(record, np.uint32), 0)) & MASK
 
 
 class Unit(Protocol):
@@ -113,7 +110,7 @@ class CacheUnit:
         total = 0
         for (_, words_NW, _), offset in zip(self._parts[parts], self.offsets[:-1][parts], strict=True):
             total += int(_sum_words(words_NW[index], offset // WORD_BYTES))
-        return total & _MASK
+        return total & MASK
 
 
 def filled(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -50,6 +50,7 @@ from moe.rehearsal.rehearse import rehearse
 from moe.scaled_experts import use_experts
 from moe.slot_choice import slot_choices
 from moe.text_part import use_attention
+from moe.vision import image_experts
 from moe.vision.places import ImagePlaces
 from moe.weight_digests import digest_experts, digest_plain, expert_digest, plain_tensors
 
@@ -79,6 +80,8 @@ class Skeleton:
         mtp_layers = find_mtp_layers(directory, config) if has_mtp else ()
         self.model: PreTrainedModel = build_on_meta(config, backend.model_dtype, mtp_layers)
         experts_modules(self.model)  # refuses a model without experts before the rehearsal
+        if backend is CPU:  # other devices take no images: the rehearsal removes experts that no text reaches
+            image_experts.exchange(self.model)
         codes = CODES[kv_cache_dtype]
         self.cache_shapes = [replace(shape, codes=codes) for shape in rehearse(self.model)]
         self.experts = experts_modules(self.model)

@@ -13,9 +13,13 @@ class TierFigures(NamedTuple):
     host_load_bytes: int = 0
     disk_load_bytes: int = 0
     load_s: float = 0.0  # time of the thread that loads
+    host_load_s: float = 0.0  # of that, the time of reads from the tier
+    disk_load_s: float = 0.0
     host_store_bytes: int = 0
     disk_store_bytes: int = 0
     store_s: float = 0.0  # time of the thread that stores
+    host_store_s: float = 0.0  # of that, the time of writes to the tier
+    disk_store_s: float = 0.0
     num_lookups: int = 0  # requests that looked for more of their prefix than the device had
     peer_fetch_bytes: int = 0  # received from other nodes
     peer_fetch_s: float = 0.0  # time of the threads that fetch, over all peers

@@ -14,7 +14,8 @@ class SaveJob:
     is_state: bool = False
 
 
-class EarlySave(NamedTuple):
+@dataclass(frozen=True)
+class EarlySave:
     """Copy a block's layers to host memory while a step fills them. A `SaveJob` for the block ends it, if one comes."""
 
     index: int  # of the block

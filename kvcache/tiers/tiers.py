@@ -361,7 +361,9 @@ class Tiers:
         for tier in list(self._tiers):
             store = tier.store(is_state=is_state)
             with self._without_failures_of(tier):
+                begun_s = time.perf_counter()
                 outcome = store.read(key, unit.buffers(index), lambda: unit.take(index))
+                self.note(**{f"{tier.name}_load_s": time.perf_counter() - begun_s})
                 if outcome is ReadResult.WHOLE:
                     self.note(**{f"{tier.name}_load_bytes": store.record_bytes})
                     return tier.name
@@ -389,7 +391,10 @@ class Tiers:
         for tier in missing:
             store = tier.store(is_state=save.is_state)
             with self._without_failures_of(tier):
-                if store.write(save.key, buffers, checksum):
+                begun_s = time.perf_counter()
+                is_new = store.write(save.key, buffers, checksum)
+                self.note(**{f"{tier.name}_store_s": time.perf_counter() - begun_s})
+                if is_new:
                     self.note(**{f"{tier.name}_store_bytes": store.record_bytes})
 
     @contextmanager

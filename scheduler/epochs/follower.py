@@ -98,10 +98,11 @@ class Regrouping:
     def __init__(self, parts: RankParts, links: EpochLinks | None) -> None:
         """Take the lasting parts and the links of the serving epoch. `links` is None if there is no epoch yet."""
         self._parts, self._links, self._is_serving = parts, links, links is not None
+        # On GPUs, NCCL's own threads would call a store in Python.
+        self._store = MeetingStore(parts.store) if parts.config.device == "cpu" else None
         self._place = parts.config.rank
         self._num_ranks = parts.config.world_size  # present or not; a resize changes it
         self._threads = parts.config.threads
-        self._store: MeetingStore | None = None  # of the epoch's groups, which do not keep it
         self.members = tuple(range(parts.config.world_size))  # of the serving or coming epoch
         self._held: Held = parts.model.placement.local(self._place).tolist()
         self._most_spare = parts.model.placement.slots_per_rank
@@ -116,7 +117,6 @@ class Regrouping:
         self._parts.connections.close()
         self._parts.relocation.end_epoch()
         part()
-        self._store = None
 
     def close(self) -> None:
         """Leave the epoch and end the threads that move experts."""
@@ -144,7 +144,9 @@ class Regrouping:
         self._place = order.members.index(parts.config.rank)
         self._hold(order)
         with parts.connections.opening():
-            self._store = meet(parts.store, order.epoch, order.members, parts.config.rank, is_over)
+            if self._store is not None:
+                self._store.is_over = is_over
+            meet(self._store or parts.store, order.epoch, order.members, parts.config.rank, is_over)
             try:
                 return self._serve(order, step)
             except (*PEER_IS_GONE, WireUnavailable, RuntimeError, ConfigError) as error:

@@ -1,14 +1,15 @@
 """How the members of an epoch meet and part: torch.distributed's default group, created again for each epoch.
 
-A member announces itself in the job's store and waits for the others while no newer order comes. When all are there, they
-create groups. A member may die just then. The others would wait for its address until a timeout, so their waits in the
-store end when a newer order comes. Only the connections themselves cannot be interrupted. They have a short timeout.
+A member announces itself in the job's store and waits for the others while no newer order comes. It creates groups only when
+all are there. A member may die just then. The others wait in the store for its address, and `MeetingStore` ends this wait
+when a newer order comes. A connection to it cannot be interrupted, so its timeout is short.
 A newer order or a member's timeout may reach some members before they saw that all are there, and others after. So the
 first member to decide writes to the store whether this epoch meets, and all follow that entry. Otherwise those that
 entered would wait for the full timeout.
 Epochs cannot interfere: every key in the store contains the epoch.
 """
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -20,52 +21,77 @@ from dispatch.errors import WireUnavailable
 from scheduler.epochs.orders import IsOver, OvertakenError
 
 ARRIVAL_TIMEOUT_S = 29.5  # just before the front drops members that did not arrive (30 s after its order)
-CONNECT_TIMEOUT_S = 10.0
+CONNECT_TIMEOUT_S = 5.0
+PART_S = 0.5
 _MEETS, _IS_OVER = "meets", "is over"  # the entry for an epoch, written once
 _POLL_S = 0.02  # a wait in the store itself could not be interrupted, and logs errors
-_ADDRESS_POLL_S = 0.001  # all members are there, so their addresses come at once
+_SOON_S = 0.002  # interval of checks for an address, which usually comes at once
 
 
 class MeetingStore(Store):
-    """The job's store for group creation, whose waits end when an order is obsolete.
+    """The job's store, with waits that end when the order that is followed is obsolete.
 
-    torch keeps no reference to this object, only to its base. So whoever creates groups must keep it meanwhile.
+    torch's C++ code calls these methods by name. It does not keep this object alive.
+
+    Attributes:
+        is_over: Whether the order is obsolete.
     """
 
-    def __init__(self, store: Store, is_over: IsOver, clock: Callable[[], float]) -> None:
+    def __init__(self, store: Store, *, clock: Callable[[], float] = time.monotonic) -> None:
+        """Use a connection that is not used for anything else."""
         super().__init__()
-        self._store, self._is_over, self._clock = store, is_over, clock
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are there.
-
-        Raises:
-            OvertakenError: The order is obsolete.
-            DistStoreError: The time is over.
-        """
-        limit_s = CONNECT_TIMEOUT_S if timeout is None else timeout.total_seconds()
-        until_s = self._clock() + limit_s
-        while not self._store.check(keys):
-            if self._is_over(_ADDRESS_POLL_S):
-                raise OvertakenError
-            if self._clock() >= until_s:
-                raise DistStoreError(f"no address came within {limit_s:g} s")
+        self._store, self._clock = store, clock
+        self._timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
+        self.is_over: IsOver = _never
 
     def clone(self) -> Store:
         """Return this store, because its connection is not used for anything else meanwhile."""
         return self
 
-    def set(self, key: str, value: str) -> None:
-        """Set a key."""
-        self._store.set(key, value)
+    def set(self, key: str, value: str | bytes) -> None:
+        """Write a value."""
+        self._store.set(key, value)  # type: ignore[arg-type]
 
     def get(self, key: str) -> bytes:
-        """Return the value of a key that is there."""
+        """Wait for a value and return it."""
+        self.wait([key])
         return self._store.get(key)
 
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait until all names exist.
+
+        Raises:
+            OvertakenError: The order is obsolete.
+            DistStoreError: They did not exist in time.
+        """
+        deadline_s = self._clock() + (timeout or self._timeout).total_seconds()
+        while not self._store.check(keys):
+            if self.is_over(_SOON_S):
+                raise OvertakenError
+            if self._clock() >= deadline_s:
+                raise DistStoreError(f"no rank has written {', '.join(keys)}")
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        """Write a value if the name has the expected one, or none if that is "". Returns the current value."""
+        return self._store.compare_set(key, expected, value)
+
     def add(self, key: str, value: int) -> int:
-        """Add to a counter, and return it."""
+        """Add to a counter."""
         return self._store.add(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        """Return whether all names exist."""
+        return self._store.check(keys)
+
+    def delete_key(self, key: str) -> bool:
+        """Delete a name."""
+        return self._store.delete_key(key)
+
+    deleteKey = delete_key
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the timeout of waits."""
+        self._timeout = timeout
 
 
 def meet(
@@ -76,10 +102,8 @@ def meet(
     is_over: IsOver,
     *,
     clock: Callable[[], float] = time.monotonic,
-) -> MeetingStore | None:
+) -> None:
     """Create the default group of an epoch's members, by place. Collective over them. A single member needs none.
-
-    Returns the store of the group. Keep it while groups of the epoch are created.
 
     Args:
         store: The job's store, on a connection that is not used for anything else meanwhile.
@@ -90,14 +114,13 @@ def meet(
         WireUnavailable: A member did not arrive, or was lost meanwhile.
     """
     if len(members) == 1:
-        return None
+        return
     own = PrefixStore(f"epoch/{epoch}", store)
     _await_all(own, epoch, members, rank, is_over, clock)
-    shared = MeetingStore(own, is_over, clock)
     try:
         dist.init_process_group(
             "gloo",
-            store=PrefixStore("group", shared),
+            store=PrefixStore("group", own),
             rank=members.index(rank),
             world_size=len(members),
             timeout=timedelta(seconds=CONNECT_TIMEOUT_S),
@@ -106,13 +129,20 @@ def meet(
         raise WireUnavailable(
             f"rank {rank} could not meet ranks {list(members)} in epoch {epoch}: {error}"
         ) from error
-    return shared
 
 
 def part() -> None:
-    """Destroy all groups of this process, which wakes peers that wait for it. Local."""
+    """Destroy all groups of this process, which wakes peers that wait for it. Local.
+
+    The end of a group waits for its collectives. If gloo missed the end of a connection, one of them lasts until its timeout:
+    after `PART_S`, the group ends in the background.
+    """
     if dist.is_initialized():
+        groups = list(distributed_c10d._world.pg_map)
         dist.destroy_process_group()
+        ending = threading.Thread(target=groups.clear, name="old groups", daemon=True)
+        ending.start()
+        ending.join(PART_S)
     # Groups are named by a counter, which failed groups have raised too. Members with a different count would wait for
     # the next group under different names.
     distributed_c10d._world.group_count = 0
@@ -133,3 +163,9 @@ def _await_all(
     if missing and not is_over():
         raise WireUnavailable(f"ranks {missing} did not join epoch {epoch} within {ARRIVAL_TIMEOUT_S:g} s")
     raise OvertakenError
+
+
+def _never(wait_s: float = 0.0) -> bool:
+    """Default for `MeetingStore.is_over`."""
+    time.sleep(wait_s)
+    return False

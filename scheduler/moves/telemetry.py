@@ -74,11 +74,14 @@ def expert_map(placement: Placement, module_names: Sequence[str], num_hidden_lay
     """Describe a model's experts and their placement.
 
     Args:
-        module_names: Names of the experts modules, in the placement's order of layers.
+        module_names: Names of the experts modules, in the placement's order of layers. If a layer has two, its second one
+            (experts for images) is numbered after all layers.
         num_hidden_layers: Of the model; 0 if unknown.
     """
     found = [_LAYER.search(f".{name}.") for name in module_names]
-    layers = tuple(int(match.group(1)) if match else index for index, match in enumerate(found))
+    numbers = [int(match.group(1)) if match else index for index, match in enumerate(found)]
+    end = max(num_hidden_layers, max(numbers) + 1)
+    layers = tuple(number + end * numbers[:index].count(number) for index, number in enumerate(numbers))
     return ExpertMap(
         version=placement.version,
         num_experts=placement.num_experts,

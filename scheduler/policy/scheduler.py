@@ -470,7 +470,7 @@ class Scheduler:
 
     def _plan_decodes(self, most: int) -> list[Scheduled]:
         """Plan a token of every sequence that can continue, and drafts after some, at most `most` tokens together."""
-        items = []
+        items: list[Scheduled] = []
         self._send_back_grown()
         running = self._roster.by_urgency()  # preemption takes from the end, never what this step has planned
         most -= self._image_room(most)

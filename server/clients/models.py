@@ -8,7 +8,7 @@ import transformers
 from transformers.utils import logging
 
 from moe.survey import SupportStatus, Verdict, moe_types, survey
-from server.front.images.seeing import IMAGE_TYPES, WHY_NOT
+from server.front.images.seeing import IMAGE_TYPES
 from server.options.reading import nearest
 
 
@@ -18,7 +18,7 @@ def _about_images(verdict: Verdict) -> str:
         return ""
     if verdict.model_type in IMAGE_TYPES:
         return "and images"
-    return f"no images: {WHY_NOT.get(verdict.model_type, 'this type was not checked with images')}"
+    return "no images: this type was not checked with images"
 
 
 def run_models(args: argparse.Namespace) -> int:

@@ -56,6 +56,7 @@ def to_service(message: FromRank, pool: range) -> FromRank:
 def to_pool(message: ToRank, pool: range) -> ToRank:
     """Return a message of the front with the numbers of the engine's pool. `pool` is as for `to_service`."""
     if isinstance(message, Order) and pool.start:
-        named = {name: getattr(message, name) for name in ("members", "leaving", "stopped")}
-        return message._replace(**{name: tuple(map(pool.index, ranks)) for name, ranks in named.items()})
+        named = message.members, message.leaving, message.stopped
+        members, leaving, stopped = (tuple(map(pool.index, ranks)) for ranks in named)
+        return message._replace(members=members, leaving=leaving, stopped=stopped)
     return message

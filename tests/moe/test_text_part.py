@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import modeling_utils
 
-from moe.families import UnsupportedModelError
+from moe.families import UnsupportedModelError, build_on_meta
 from moe.load.checkpoint import Checkpoint, CheckpointError
 from moe.model import Skeleton
+from moe.rehearsal.rehearse import rehearse
 from moe.text_part import left_out
 from tests.support.engines.serving import build, teacher_forced
 from tests.support.models.families import make_config, write_checkpoint
@@ -66,17 +67,25 @@ def test_a_tensor_of_no_part_is_unexpected_still(tmp_path: Path) -> None:
         build(tmp_path, max_model_len=64)
 
 
-def test_experts_for_images_are_neither_built_nor_read(tmp_path: Path) -> None:
+def test_experts_for_images_are_read_from_the_list_of_all_experts(tmp_path: Path) -> None:
     """As published: experts for text and for images in one list, those for text first."""
     write_checkpoint("ernie4_5_vl_moe", tmp_path)
     checkpoint = Checkpoint(tmp_path)
     last = "model.layers.2.mlp.experts.15.up_proj.weight"
     assert checkpoint.shape(last) == (16, 64) and last.replace(".15.", ".16.") not in checkpoint.names()
     built = build(tmp_path, max_model_len=64)
-    assert built.model.skeleton.num_experts == 8 and len(built.model.skeleton.experts) == 2
-    assert not [name for name, _ in built.model.net.named_modules() if "vision" in name]
-    per_expert = 3 * 32 * 64 * 4
+    assert built.model.skeleton.num_experts == 8 and len(built.model.skeleton.experts) == 4
+    per_expert = 3 * (32 + 16) * 64 * 4  # one for text and one for images
     assert built.model.expert_bytes == 2 * 8 * per_expert
+
+
+def test_experts_that_no_text_reaches_are_left_out_by_the_rehearsal() -> None:
+    """As on GPUs, which take no images."""
+    model = build_on_meta(make_config("ernie4_5_vl_moe"))
+    rehearse(model)
+    assert [name for name, _ in model.named_modules() if name.endswith(".experts")] == [
+        f"model.language_model.layers.{layer}.mlp.text_moe.experts" for layer in (1, 2)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -84,9 +93,10 @@ def test_experts_for_images_are_neither_built_nor_read(tmp_path: Path) -> None:
     [
         (".experts.3.up_proj", "missing: .* of expert 3"),
         (".experts.7.down_proj", "missing: .* of expert 7"),
+        (".experts.9.down_proj", "missing: .*vision_moe.* of expert 1"),
     ],
 )
-def test_an_expert_for_text_that_is_not_there_is_missing(gone: str, problem: str, tmp_path: Path) -> None:
+def test_an_expert_that_is_not_there_is_missing(gone: str, problem: str, tmp_path: Path) -> None:
     write_checkpoint("ernie4_5_vl_moe", tmp_path)
     tensors = load_file(tmp_path / WEIGHTS)
     kept = {name: tensor for name, tensor in tensors.items() if gone not in name}

@@ -56,6 +56,10 @@ class Oracle:
             ids += [token_id] * (next(counts) if token_id == IMAGE_TOKEN else 1)
         return {"input_ids": torch.tensor([ids]), **seen}
 
+    def kinds_of(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the model's inputs that tell the rows of images."""
+        return {"mm_token_type_ids": (ids == IMAGE_TOKEN).int()}
+
     @torch.inference_mode()
     def answer(self, parts: Parts, num_tokens: int = STEPS) -> list[int]:
         """Return the greedy answer's tokens."""
@@ -63,7 +67,7 @@ class Oracle:
         num_prompt = inputs["input_ids"].shape[1]
         for _ in range(num_tokens):
             ids = inputs["input_ids"]
-            logits = self._model(**inputs, mm_token_type_ids=(ids == IMAGE_TOKEN).int()).logits[0, -1]
+            logits = self._model(**inputs, **self.kinds_of(ids)).logits[0, -1]
             inputs["input_ids"] = torch.cat((ids, logits.argmax()[None, None]), dim=1)
         found: list[int] = inputs["input_ids"][0, num_prompt:].tolist()
         return found

@@ -24,17 +24,18 @@ from tests.support.service.namespaces import ask
 from tests.support.service.real_service import REPOSITORY, START_S, WIDEEP, RealService
 from tests.support.service.service_processes import wait_until
 
-MARK = "# a later version\n"
+MESSAGES, VERSION = "server/link/messages.py", "server/machine/versions.py"
 
 
-def copied(directory: Path, model: Path, changed: str) -> Path:
-    """Copy WideEP, append a comment to one of its files, and return a folder with the model and the copy's command."""
+def copied(directory: Path, model: Path, changed: str, old: str, new: str) -> Path:
+    """Copy WideEP, change the first `old` in one of its files, and return a folder with the model and the copy's command."""
     directory.mkdir()
     root = directory / "copy"
     for package in PACKAGES:
         shutil.copytree(REPOSITORY / package, root / package, ignore=shutil.ignore_patterns("__pycache__"))
-    with (root / changed).open("a") as file:
-        file.write(MARK)
+    text = (root / changed).read_text()
+    assert old in text
+    (root / changed).write_text(text.replace(old, new, 1))
     command = " ".join([*WIDEEP[:-1], WIDEEP[-1].replace(str(REPOSITORY), str(root))])
     assert str(root) in command
     wideep = directory / "wideep"
@@ -72,18 +73,14 @@ def test_a_drained_node_returns_with_another_version_if_its_digests_match(
 
     assert stream_all(here, then=leave) == expected, "its streams continue on the other node"
     wait_until(lambda: members(here) == [1 - leaving], service.output)
-    for name, changed, said in (
-        ("messages", "server/link/messages.py", "wideep's link digest is "),
-        ("steps", "scheduler/step/lockstep.py", "wideep's dispatch digest is "),
-    ):
-        directory = copied(tmp_path / name, tmp_path / "tiny", changed)
-        with joining(other, directory) as node:
-            assert node.wait(END_S) != 0
-        refusal = (directory / "joined.txt").read_text()
-        assert said in refusal and "on the service" in refusal, refusal
+    refused = copied(tmp_path / "refused", tmp_path / "tiny", MESSAGES, "_FORM = 2", "_FORM = 3")
+    with joining(other, refused) as node:
+        assert node.wait(END_S) != 0
+    refusal = (refused / "joined.txt").read_text()
+    assert "with other messages (another link digest)" in refusal, refusal
     assert members(here) == [1 - leaving]
 
-    upgraded = copied(tmp_path / "upgraded", tmp_path / "tiny", "server/http/app.py")
+    upgraded = copied(tmp_path / "upgraded", tmp_path / "tiny", VERSION, '"""', '"""A later version: ')
     with joining(other, upgraded) as node:
         said_by_node = (upgraded / "joined.txt").read_text
         wait_until(lambda: members(here) == [0, 1] or node.poll() is not None, said_by_node, within_s=START_S)

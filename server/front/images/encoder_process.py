@@ -25,11 +25,13 @@ from transformers import AutoImageProcessor
 
 from kvcache.images import write_rows
 from moe.vision.tower import Tower
+from server.front.images.kimi_processor import KimiImageProcessor
 from server.front.images.picture_files import UnusableImageError, open_picture
 from server.front.images.tiles import TileProcessor
 from server.machine.parent_death import die_with_parent
 
 NICENESS = 10
+_OWN_PROCESSORS: dict[str, Any] = {"kimi_k25": KimiImageProcessor, "llama4": TileProcessor}  # transformers' own needs torchvision
 
 
 def run_encoder(orders: TextIO = sys.stdin) -> int:
@@ -64,12 +66,7 @@ class ImageEncoder:
         """
         self._most_pixels = most_pixels
         self._tower = Tower(directory)
-        local = {"local_files_only": True, "trust_remote_code": False}
-        self._processor: Any = (
-            TileProcessor.from_pretrained(directory, **local)
-            if self._tower.has_tiles
-            else AutoImageProcessor.from_pretrained(directory, backend="pil", **local)
-        )
+        self._processor = read_processor(directory)
         # transformers' processor of these models overrides the patch size of the image processor, too.
         has_lines = "image_sizes" in self._processor.model_input_names
         self._options = {"patch_size": self._tower.pixels_per_row} if has_lines else {}
@@ -105,3 +102,17 @@ class ImageEncoder:
             "num_bytes": rows.nbytes,
             **{name: end - begin for name, begin, end in zip(steps, times, times[1:], strict=False)},
         }
+
+
+def read_processor(directory: Path) -> Any:
+    """Return a model's image processor, on top of Pillow.
+
+    Raises:
+        ValueError, OSError: The model has no usable one.
+    """
+    model_type = json.loads((directory / "config.json").read_bytes()).get("model_type")
+    if own := _OWN_PROCESSORS.get(model_type):
+        return own.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    return AutoImageProcessor.from_pretrained(
+        directory, backend="pil", local_files_only=True, trust_remote_code=False
+    )

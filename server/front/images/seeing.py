@@ -27,19 +27,20 @@ _TILES: dict[str, tuple[str, ...]] = {  # Llama 4's processor
 # Types that take images, and the tokens that show an image or that their processors write next to its rows: special tokens of
 # the tokenizer, or fields of config.json. `moe.vision` has the rest.
 IMAGE_TYPES: dict[str, dict[str, tuple[str, ...]]] = {
+    "ernie4_5_vl_moe": {},
     "gemma4": {"before": ("boi_token_id",), "after": ("eoi_token_id",)},
     "glm4v_moe": {},
     "intern_s2_preview": {},
+    "kimi_k25": {},
     "llama4": _TILES,
     "mistral3": _LINES,
     "mistral_large4": _LINES,
     "qwen3_5_moe": {},
     "qwen3_vl_moe": {},
 }
-WHY_NOT = {
-    "ernie4_5_vl_moe": "its experts for images are not loaded",
-    "kimi_k25": "its image processor needs torchvision, which WideEP does not use",
-}
+# Tokens of `transformers`' configurations, which files that it writes may leave out.
+_DEFAULT_TOKENS = {"ernie4_5_vl_moe": 100295, "kimi_k25": 163605}
+_TOKEN_NAMES = ("image_token_id", "image_token_index", "media_placeholder_token_id")
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
@@ -71,7 +72,8 @@ def image_support_of(
         return ImageSupport(_NO_TOKENS, "config.json is not an object")
     if reason := _why_not(config, directory, device):
         return ImageSupport(_NO_TOKENS, reason)
-    token_id = config.get("image_token_id", config.get("image_token_index"))
+    default = _DEFAULT_TOKENS.get(config["model_type"])
+    token_id = next((config[name] for name in _TOKEN_NAMES if name in config), default)
     if not isinstance(token_id, int):
         return ImageSupport(_NO_TOKENS, "config.json has no image_token_id")
     names = IMAGE_TYPES[config["model_type"]]
@@ -94,7 +96,7 @@ def _why_not(config: Mapping[str, Any], directory: Path, device: str) -> str:
     if not isinstance(config.get("vision_config"), dict):
         return "it has no image tower"
     if model_type not in IMAGE_TYPES:
-        return WHY_NOT.get(model_type, f"images for models of type {model_type} are not supported")
+        return f"images for models of type {model_type} are not supported"
     if device != "cpu":
         return "images are supported with --device cpu only"
     if not any((directory / name).is_file() for name in PROCESSOR_FILES):

@@ -23,7 +23,7 @@ class Canvas(NamedTuple):
     columns: int
 
 
-class _Settings(ImagesKwargs, total=False):  # type: ignore[misc]
+class _Settings(ImagesKwargs, total=False):  # type: ignore[misc, call-arg]
     max_patches: int  # tiles of the largest canvas
     resize_to_max_canvas: bool  # enlarge an image as much as possible
 
@@ -35,7 +35,7 @@ class TileProcessor(PilBackend):  # type: ignore[misc]
     resample = PILImageResampling.BILINEAR
     image_mean = (0.5, 0.5, 0.5)
     image_std = (0.5, 0.5, 0.5)
-    size: ClassVar[dict[str, int]] = {"height": 336, "width": 336}
+    size: ClassVar[Any] = {"height": 336, "width": 336}
     do_resize = True
     do_rescale = True
     do_normalize = True

@@ -94,9 +94,13 @@ class Leader:
         self._begun_s = 0.0  # of the current regrouping
         self._former_home: Placement | None = None  # before the last resize
 
-    def resume(self) -> None:
-        """Lead a pool after a restart of its front. Its ranks get requests when they serve again."""
-        self.epochs.resume(self._clock())
+    def resume(self, lost: Collection[int] = ()) -> None:
+        """Lead a pool after a restart of its front. Its ranks get requests when they serve again.
+
+        Args:
+            lost: Ranks that were lost with that front.
+        """
+        self.epochs.resume(self._clock(), lost)
         self._requests.leave(self._entered)
         self._entered = set()
         self._set_timer()

@@ -15,7 +15,13 @@ meet, the next order has the former number of ranks again, and those that were t
 """
 
 from collections import deque
+<<<<<<< ours
 from collections.abc import Callable, Iterable
+||||||| base
+from collections.abc import Iterable
+=======
+from collections.abc import Collection, Iterable
+>>>>>>> theirs
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -124,6 +130,7 @@ class Epochs:
         self._former_num: int | None = None  # of ranks, until the members of a resize have met
         self._leaving: dict[int, Absence | None] = {}  # ranks that it lets go; those that are lost meanwhile
         self._resumed_until_s: float | None = None  # set while ranks return to a restarted front
+        self._awaited = frozenset(self.ranks)  # those that may return
         self.is_gathering = False  # whether the pool is new to a running service, and has not met yet
 
     @property
@@ -200,9 +207,14 @@ class Epochs:
                 self.missing[rank] = absence
         self._former_num, self._leaving = None, {}
 
-    def resume(self, now_s: float) -> None:
-        """Take over from an earlier front. The ranks return, and meet when all are back or the time is up."""
+    def resume(self, now_s: float, lost: Collection[int] = ()) -> None:
+        """Take over from an earlier front. The ranks return, and meet when all are back or the time is up.
+
+        Args:
+            lost: Ranks that were lost with that front, for which the others need not wait.
+        """
         self._resumed_until_s = now_s + RETURN_S
+        self._awaited = frozenset(self.ranks) - frozenset(lost)
 
     def gather(self, now_s: float) -> None:
         """Wait until all ranks of a pool that joins a running service have attached. They meet by an order."""
@@ -226,7 +238,7 @@ class Epochs:
         self.number = max(self.number, epoch)
         if self._resumed_until_s is not None:
             self._resumed_until_s = min(self._resumed_until_s, now_s + FOLLOW_S)
-            return self._order(now_s) if len(self._attached) == self.num_ranks else _NOTHING
+            return self._go_on_without(now_s) if self._attached >= self._awaited else _NOTHING
         if self.is_gathering:
             self.missing.pop(rank, None)
             return self._order(now_s) if len(self._attached) == self.num_ranks else _NOTHING

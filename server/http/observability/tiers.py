@@ -28,6 +28,61 @@ _NO_FIGURES = TierFigures()
 _GAUGES = ("host_bytes", "host_capacity_bytes", "disk_bytes", "disk_capacity_bytes", "is_disk_off")
 _COUNTERS = tuple(name for name in TierFigures._fields if name not in _GAUGES)
 _LABELS = ("model_name", "engine")
+_DIRECTIONS = {"CPU_to_GPU": "load", "GPU_to_CPU": "store"}  # vLLM's label -> our word
+# Counters with one more label: name, meaning, label, and by the label's value the counters that are added up.
+_LABELLED: Sequence[tuple[str, str, str, Mapping[str, Sequence[str]]]] = (
+    (
+        "vllm:kv_offload_total_bytes",
+        "Bytes loaded from and stored in tiers.",
+        "transfer_type",
+        {value: [f"{tier}_{way}_bytes" for tier in TIERS] for value, way in _DIRECTIONS.items()},
+    ),
+    (
+        "vllm:kv_offload_total_time",
+        "Seconds spent loading from and storing in tiers.",
+        "transfer_type",
+        {value: [f"{way}_s"] for value, way in _DIRECTIONS.items()},
+    ),
+    (
+        "vllm:kv_offload_tiering_read_bytes",
+        "Bytes read from the disk, and from other nodes.",
+        "tier",
+        {"disk": ["disk_load_bytes"], "p2p": ["peer_fetch_bytes"]},
+    ),
+    (
+        "vllm:kv_offload_tiering_read_time",
+        "Seconds spent reading from the disk, and from other nodes.",
+        "tier",
+        {"disk": ["disk_load_s"], "p2p": ["peer_fetch_s"]},
+    ),
+    (
+        "vllm:kv_offload_tiering_write_bytes",
+        "Bytes written to the disk.",
+        "tier",
+        {"disk": ["disk_store_bytes"]},
+    ),
+    (
+        "vllm:kv_offload_tiering_write_time",
+        "Seconds spent writing to the disk.",
+        "tier",
+        {"disk": ["disk_store_s"]},
+    ),
+    *(
+        (
+            f"wideep:kv_tier_{way}_bytes",
+            f"Bytes of tiers, {way}.",
+            "tier",
+            {tier: [f"{tier}_{way}_bytes"] for tier in TIERS},
+        )
+        for way in ("load", "store")
+    ),
+    (
+        "wideep:kv_peer_fetches",
+        "Fetches from other nodes.",
+        "outcome",
+        {outcome: [f"num_fetches_{outcome}"] for outcome in _OUTCOMES},
+    ),
+)
 
 
 class TierTotals(Collector):  # type: ignore[misc]
@@ -141,21 +196,13 @@ class TierTotals(Collector):  # type: ignore[misc]
             for rank, value in enumerate(values):
                 family.add_metric((self._model_name, str(rank)), value)
             yield family
-        for way in ("load", "store"):
-            family = CounterMetricFamily(
-                f"wideep:kv_tier_{way}_bytes", f"Bytes of tiers, {way}.", labels=(*_LABELS, "tier")
-            )
+        for name, text, label, fields in _LABELLED:
+            family = CounterMetricFamily(name, text, labels=(*_LABELS, label))
             for rank, total in enumerate(totals):
-                for tier in TIERS:
-                    family.add_metric((self._model_name, str(rank), tier), total[f"{tier}_{way}_bytes"])
+                for labelled, names in fields.items():
+                    added = sum(total[field] for field in names)
+                    family.add_metric((self._model_name, str(rank), labelled), added)
             yield family
-        family = CounterMetricFamily(
-            "wideep:kv_peer_fetches", "Fetches from other nodes.", labels=(*_LABELS, "outcome")
-        )
-        for rank, total in enumerate(totals):
-            for outcome in _OUTCOMES:
-                family.add_metric((self._model_name, str(rank), outcome), total[f"num_fetches_{outcome}"])
-        yield family
 
     def _of_nodes(self) -> Iterator[Metric]:
         sizes: Counter[tuple[str, str]] = Counter()  # by host and field; a host may have several nodes

@@ -30,8 +30,8 @@ _SUMMED = (
 )
 _OF_RANKS = (
     *("vllm:prefix_cache_", "vllm:num_preemptions", "vllm:iteration_tokens_total", "vllm:spec_decode_"),
-    *("vllm:prompt_tokens_cached_by_source", "vllm:external_prefix_cache_", "wideep:kv_"),
-    "wideep:rank_losses",
+    *("vllm:prompt_tokens_cached_by_source", "vllm:external_prefix_cache_", "vllm:kv_offload_"),
+    *("wideep:kv_", "wideep:rank_losses"),
 )
 _SAMPLE = re.compile(r"(?P<series>[^\s{]+(?:\{.*\})?) (?P<value>\S+)")
 _OLD = "ended.prom"  # the sums of processes that have ended

@@ -25,7 +25,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple, assert_never
@@ -68,8 +68,9 @@ from server.serve.children import END_NOW_SIGNAL, FRONT_VARIABLE, KEPT_VARIABLE,
 from server.serve.preflight.unix_socket import listening_at
 from server.serve.rank_processes import LauncherLine
 from server.serve.standby.first_front import FirstFront
-from server.serve.standby.leading import KeptFiles
+from server.serve.standby.leading import KeptFiles, ranks_near
 from server.serve.standby.waiting import copies_in, keep_ending, wait_until_lost
+from server.serve.store.rendezvous import NODE_VARIABLE
 
 if TYPE_CHECKING:  # it imports the planner's compiled kernels
     from server.serve.front.http_service import HttpService
@@ -220,7 +221,8 @@ async def _run(
             listener.listen(_BACKLOG)
         elif options.standby is not None:
             try:
-                files = KeptFiles(place.kept, lambda kind, text: http.events.note(kind, text))
+                node = environment.get(NODE_VARIABLE, "")
+                files = KeptFiles(place.kept, lambda kind, text: http.events.note(kind, text), node)
             except OSError as error:
                 return _complain(f"--standby: {error}")
         http = slow.HttpService(
@@ -242,7 +244,7 @@ async def _run(
     front = _Front(options, ranks, metrics, http, ending, joined, files)
     front.begin_resizes(environment)
     if first is not None:
-        front.take_over_from(first)
+        front.take_over_from(first, ranks_near(place.kept))
     return await front.run(listener, is_again=place.is_again)
 
 
@@ -296,6 +298,7 @@ class _Front:
         self._options, self._ranks, self._metrics = options, ranks, metrics
         self._files = files
         self._ending_first: asyncio.Task[None] | None = None
+        self._lost: Sequence[int] = ()  # ranks that were lost with the front before this one
         if files is not None:
             ranks.on_follow = files.serve
             files.on_replaced = lambda: self._fail(_REPLACED)
@@ -322,8 +325,9 @@ class _Front:
             resize.processes = line
         resize.recover()
 
-    def take_over_from(self, first: FirstFront) -> None:
-        """Lead instead of a front on a lost node. If that one still runs, it ends when it can be reached."""
+    def take_over_from(self, first: FirstFront, lost: Sequence[int]) -> None:
+        """Lead instead of a front on a lost node with some ranks. If that one still runs, it ends when it can be reached."""
+        self._lost = lost
         self._http.events.note("took_over", "the node of the leading front is lost, and the standby leads")
         ended = lambda: _LOG.warning("the former leading front was reached again, and ends")  # noqa: E731
         self._ending_first = asyncio.create_task(keep_ending(first, self._options.cluster_key, ended))
@@ -342,7 +346,7 @@ class _Front:
         """
         if is_again and self._http.leads:
             for pool in self._http.pools:
-                pool.resume()
+                pool.resume(self._lost)
         self._look_at_links()
         await self._ranks.serve(self._receive, self._claim, self._find_return, self._nodes.world_size_of)
         serving = asyncio.create_task(self._http.serve(listener))
@@ -498,6 +502,8 @@ class _Front:
         if (pool_joins := self._nodes.admit(facts.rank)) is not None:
             self._admit(pool_joins)
         self._nodes.note(facts.rank, facts.node, facts.num_restarts)
+        if self._files is not None:
+            self._files.note_rank(facts.rank, facts.node)
         engine = self._options.engine
         self._metrics.note_rank(
             facts, cache_dtype=engine.kv_cache_dtype, enable_prefix_caching=engine.enable_prefix_caching

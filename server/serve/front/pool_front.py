@@ -7,8 +7,14 @@ Requests, the router, the journal and metrics belong to the service. Ranks have 
 import asyncio
 import logging
 import time
+<<<<<<< ours
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+||||||| base
+from collections.abc import Callable, Iterator, Sequence
+=======
+from collections.abc import Callable, Collection, Iterator, Sequence
+>>>>>>> theirs
 from pathlib import Path
 from typing import assert_never
 
@@ -116,10 +122,10 @@ class PoolFront:
             weights=self._weights,
         )
 
-    def resume(self) -> None:
-        """Lead the pool after a restart of the front."""
+    def resume(self, lost: Collection[int] = ()) -> None:
+        """Lead the pool after a restart of the front. `lost`: ranks that were lost with that front."""
         self._is_resumed = True
-        self.leader.resume()
+        self.leader.resume(lost)
 
     def gather(self) -> None:
         """Lead a pool that joins while the service runs."""

@@ -56,9 +56,7 @@ def served_model(
     )
 
 
-def _image_input(
-    options: Options, support: ImageSupport, ranks: Ranks, read_file: ReadFile
-) -> ImageInput:
+def _image_input(options: Options, support: ImageSupport, ranks: Ranks, read_file: ReadFile) -> ImageInput:
     images = options.images
 
     def most_rows() -> int:

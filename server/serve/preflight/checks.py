@@ -116,7 +116,13 @@ def check_files(options: Options, pool_sizes: Sequence[int]) -> WeightBytes:
     check_quantisation(config, directory, asked=options.engine.quantization)
     check_length(config, options.engine.max_model_len)
     check_mtp(config, directory, options)
-    weights = weight_bytes(directory, config, float_bytes(options), has_mtp=options.engine.has_mtp)
+    weights = weight_bytes(
+        directory,
+        config,
+        float_bytes(options),
+        has_mtp=options.engine.has_mtp,
+        on_gpu=options.device == "cuda",
+    )
     for num_ranks in sorted(set(pool_sizes)):
         check_placement(options.engine.expert_placement, weights, config, num_ranks)
     return weights

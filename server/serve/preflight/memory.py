@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from expert_placement.config import EplbConfigError, slots_of_rank
 from moe.mtp.names import MtpNames
-from server.machine.model_fields import most, num_experts
+from server.machine.model_fields import field_of, most, num_experts
 from server.options.table import Options
 from server.serve.preflight.model import PreflightError, read_config, read_headers, slots_in
 
@@ -147,19 +147,25 @@ _SCALE_BITS = {"F32": 32, "BF16": 16, "F16": 16}
 
 
 def weight_bytes(
-    directory: Path, config: dict[str, Any], float_bytes: float | None, *, has_mtp: bool = False
+    directory: Path,
+    config: dict[str, Any],
+    float_bytes: float | None,
+    *,
+    has_mtp: bool = False,
+    on_gpu: bool = False,
 ) -> WeightBytes:
     """Sum a checkpoint's tensors, for its text decoder only, from the headers of its files.
 
     Args:
         float_bytes: Bytes per unquantised number; None for the file's type as read on a CPU.
         has_mtp: Whether the layers for multi-token prediction are read.
+        on_gpu: Whether the ranks run on GPUs, which read no experts for images.
 
     Raises:
         PreflightError: There is no safetensors file, or one is missing, damaged or incomplete.
     """
     shared = experts = 0
-    layers: set[int] = set()
+    layers: set[tuple[int, int]] = set()  # layer, and place of its experts module among those of the layer
     num_layers = most(config, "num_hidden_layers") or math.inf
     tensors = read_headers(directory)
     mtp = mtp_names(tensors, config)
@@ -177,9 +183,12 @@ def weight_bytes(
             bits = _element_bits("F32", float_bytes)
         size = int(math.prod(tensor["shape"]) * bits / 8)
         if is_expert(name, tensor["shape"], num_experts(config)):
+            place = _place_of_list(name, config)
+            if place and on_gpu:
+                continue
             experts += size
             numbers = map(int, re.findall(r"\.(\d+)\.", f".{name}")[:1])  # the first number is the layer
-            layers.update(number for number in numbers if of_mtp or number < num_layers)
+            layers.update((number, place) for number in numbers if of_mtp or number < num_layers)
         else:
             shared += size
     return WeightBytes(shared, experts, max(1, len(layers)))
@@ -193,6 +202,13 @@ def mtp_names(names: Iterable[str], config: dict[str, Any]) -> MtpNames:
 def is_expert(name: str, shape: list[int], count: int) -> bool:
     """Recognise routed experts: one tensor per expert, or all experts fused along the first dimension."""
     return re.search(r"\bexperts\.", name) is not None or (len(shape) == 3 and shape[0] == count)
+
+
+def _place_of_list(name: str, config: dict[str, Any]) -> int:
+    """Return 1 for an expert for images that follows its layer's experts for text in one list (ERNIE-4.5-VL), otherwise 0."""
+    number = re.search(r"\bexperts\.(\d+)\.", name)
+    has_both = isinstance(field_of(config, "moe_intermediate_size"), list)  # experts of two sizes
+    return int(number.group(1)) // num_experts(config) if number and has_both else 0
 
 
 def _element_bits(dtype: str, float_bytes: float | None) -> float:
@@ -231,14 +247,26 @@ def rank_experts(
 def spare_bytes(options: Options, num_ranks: int) -> int:
     """Return the bytes that a rank must reserve for moving experts. The model has passed `check_start`."""
     config = read_config(Path(options.model))
-    weights = weight_bytes(Path(options.model), config, float_bytes(options), has_mtp=options.engine.has_mtp)
+    weights = weight_bytes(
+        Path(options.model),
+        config,
+        float_bytes(options),
+        has_mtp=options.engine.has_mtp,
+        on_gpu=options.device == "cuda",
+    )
     return rank_experts(weights, config, options, num_ranks).spare
 
 
 def rank_bytes(options: Options, num_ranks: int) -> int:
     """Return the size of a rank's weights, including spare slots. The model has passed `check_start`."""
     config = read_config(Path(options.model))
-    weights = weight_bytes(Path(options.model), config, float_bytes(options), has_mtp=options.engine.has_mtp)
+    weights = weight_bytes(
+        Path(options.model),
+        config,
+        float_bytes(options),
+        has_mtp=options.engine.has_mtp,
+        on_gpu=options.device == "cuda",
+    )
     experts = rank_experts(weights, config, options, num_ranks)
     return weights.shared + experts.serving + experts.spare
 

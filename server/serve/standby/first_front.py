@@ -136,8 +136,10 @@ class Following:
                     else:
                         self._copies.take(message)
             except grpc.RpcError as error:
-                if isinstance(error, grpc.Call) and error.code() is not grpc.StatusCode.UNAVAILABLE:
-                    say(f"the connection to the leading front broke: {error.details()}")
+                is_known = isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNAVAILABLE
+                if not is_known and not self._is_stopped.is_set():
+                    details = error.details() if isinstance(error, grpc.Call) else error
+                    say(f"the connection to the leading front broke: {details}")
             except (SealError, OSError, ValueError, LookupError) as error:
                 say(f"cannot follow the leading front: {error}")
                 self._is_stopped.wait(1.0)

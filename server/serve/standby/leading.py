@@ -8,6 +8,7 @@ Rejected: sending the tokens of open requests, which would cost a message per st
 """
 
 import asyncio
+import json
 import logging
 import os
 from collections.abc import Callable
@@ -22,13 +23,23 @@ from server.link.messages import Copied, FileGone, FilePart, ServiceEnds
 from server.link.ranks import StandbyStream
 from server.link.seal import SealError
 from server.machine.folder_watch import FolderWatch, status_of
+from server.machine.whole_files import replace_text
 
 LEFT_OUT = frozenset({"weights"})  # uploaded weights: too large, and the ranks have them
 COPY_TIMEOUT_S = 2.0  # for the standby to write files; after that, answers do not wait for it
+_NEAR = "ranks.json"
 _PART_BYTES = 1 << 19
 _GROWS_FROM = 1 << 16  # bytes; shorter files are sent as a whole
 _PATHS = ("/v1/responses", "/v1/batches", "/v1/files")  # routes of answers with ids of later results
 _LOG = logging.getLogger("wideep.front")
+
+
+def ranks_near(folder: Path) -> list[int]:
+    """Return the ranks on the node of the front that had this folder, or a copy of it."""
+    try:
+        return list(json.loads((folder / _NEAR).read_text()))
+    except FileNotFoundError:
+        return []
 
 
 class _Sent(NamedTuple):
@@ -39,9 +50,18 @@ class _Sent(NamedTuple):
 class KeptFiles:
     """The files of the leading front, and the stream to the standby while it follows."""
 
-    def __init__(self, folder: Path, note: Callable[[str, str], None]) -> None:
-        """Args: note is called with the kind and the text of events."""
-        self._folder, self._note = folder, note
+    def __init__(self, folder: Path, note: Callable[[str, str], None], node: str = "") -> None:
+        """Begin to watch the folder.
+
+        Args:
+            note: Called with the kind and the text of events.
+            node: Identifies the torchrun of this front, as in `RankFacts`.
+
+        Raises:
+            OSError: The kernel permits no further watch.
+        """
+        self._folder, self._note, self._node = folder, note, node
+        self._near: set[int] = set()  # ranks of this node
         self.on_replaced: Callable[[], None] = lambda: None  # called when the standby has taken over
         self._watch = FolderWatch(folder, left_out=LEFT_OUT)
         self._stream: StandbyStream | None = None
@@ -62,8 +82,8 @@ class KeptFiles:
             return
         for task in self._tasks:  # of a stream that broke without notice
             task.cancel()
-        self._stream = stream
         self._begin(stream)
+        self._stream = stream
         self._note("standby_follows", "the standby follows")
         self._tasks = tasks = [
             asyncio.create_task(self._send(stream)),
@@ -85,6 +105,12 @@ class KeptFiles:
                         "the standby does not follow any more; the service has none until it is back"
                     )
                     self._note("standby_lost", "the standby does not follow any more")
+
+    def note_rank(self, rank: int, node: str) -> None:
+        """Record a rank that attaches. Those of this node are lost with it."""
+        if self._node and node == self._node and rank not in self._near:
+            self._near.add(rank)
+            replace_text(self._folder / _NEAR, json.dumps(sorted(self._near)))
 
     async def wait_until_copied(self) -> None:
         """Wait until the standby has every file as it is now. Does not wait if none follows, or for more than COPY_TIMEOUT_S."""
@@ -120,6 +146,8 @@ class KeptFiles:
         self._sent.clear()
         copies = {each.path: (each.num_bytes, each.mtime_ns) for each in stream.first.files}
         for path in {*self._watch.files(), *copies}:
+            if os.path.isabs(path) or ".." in path.split("/"):
+                raise ValueError(f"{path!r} is outside of the folder")
             found = status_of(self._folder / path)
             if found is None or copies.get(path) != (found.st_size, found.st_mtime_ns):
                 self._is_new[path] = True

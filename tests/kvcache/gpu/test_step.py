@@ -458,3 +458,19 @@ def test_a_step_is_filled_when_the_last_copy_is_done(step: DeviceStep) -> None:
         step.fill(decodes(*range(1, count + 1)), count)
         step.inputs(range(count), range(count))
     assert log == [("wait", 0), ("copied", 2), ("wait", 2), ("copied", 5)]
+
+
+def test_a_step_with_adapters_has_no_fixed_shape_and_their_places_on_the_device() -> None:
+    step = DeviceStep(
+        max_tokens=16, max_sequences=4, max_blocks=2, block_tokens=16, device=torch.device("cpu")
+    )
+    step.num_adapters = 3
+    spans = [Span(4, 1, range(1), adapter=2), Span(7, 1, range(1, 2)), Span(2, 1, range(2, 3), adapter=0)]
+    step.fill(spans, 3)
+    step.inputs([1, 2, 3], [0, 1, 2])
+    assert step.is_decode_only and not step.has_fixed_shape, "it must not be replayed"
+    places = step.adapters_on_device()
+    assert places.tolist() == [2, -1, 0, -1] and step.adapters_on_device() is places
+    step.fill([span._replace(adapter=-1) for span in spans], 3)
+    step.inputs([1, 2, 3], [0, 1, 2])
+    assert step.has_fixed_shape and step.adapters_on_device().tolist() == [-1] * 4

@@ -20,7 +20,17 @@ from tests.support.models.seeing import SeenPrompt, draw_picture, prompt_of, wri
 
 STEPS = 8
 TOLERANCE = 1e-4
-FAMILIES = ("qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe", "mistral3", "mistral_large4", "llama4", "gemma4")
+FAMILIES = (
+    "qwen3_vl_moe",
+    "qwen3_5_moe",
+    "glm4v_moe",
+    "mistral3",
+    "mistral_large4",
+    "llama4",
+    "gemma4",
+    "ernie4_5_vl_moe",
+    "kimi_k25",
+)
 
 
 class Oracle(NamedTuple):

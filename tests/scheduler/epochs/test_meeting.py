@@ -3,7 +3,7 @@
 import pytest
 from torch.distributed import HashStore
 
-from scheduler.epochs.meeting import meet, part
+from scheduler.epochs.meeting import MeetingStore, meet, part
 from scheduler.epochs.orders import OvertakenError
 
 
@@ -18,9 +18,11 @@ def test_a_member_that_dies_before_its_address_is_there_is_not_waited_for_after_
             waits_s.append(wait_s)
         return len(waits_s) > 3
 
+    meeting = MeetingStore(store)
+    meeting.is_over = is_over
     try:
         with pytest.raises(OvertakenError):
-            meet(store, 3, (0, 1), 0, is_over)
+            meet(meeting, 3, (0, 1), 0, is_over)
     finally:
         part()
     assert store.get("epoch/3/fate") == b"meets" and len(waits_s) == 4

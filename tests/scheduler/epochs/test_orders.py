@@ -1,14 +1,17 @@
 """Orders from any thread with one follower. Members wait for each other in the store only while their order is current."""
 
 import threading
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore
+from torch.distributed import DistStoreError, HashStore, PrefixStore
 
 from dispatch.errors import WireUnavailable
 from expert_placement.placement import linear_placement
-from scheduler.epochs.meeting import ARRIVAL_TIMEOUT_S, meet
+from scheduler.epochs import meeting
+from scheduler.epochs.meeting import ARRIVAL_TIMEOUT_S, MeetingStore, meet
 from scheduler.epochs.orders import MembershipError, Order, Orders, OvertakenError
 from tests.support.clock import Clock
 
@@ -115,3 +118,40 @@ def test_who_came_to_another_epoch_did_not_come_to_this_one() -> None:
     PrefixStore("epoch/4", store).set("here/1", "1")
     with pytest.raises(WireUnavailable, match=r"ranks \[1\] did not join epoch 5"):
         meet(store, 5, (0, 1), 0, clock.is_over, clock=clock)
+
+
+def test_a_wait_in_the_store_ends_with_the_value_the_order_or_the_timeout() -> None:
+    clock = OrderClock(over_at_s=5.0)
+    inner = HashStore()
+    store = MeetingStore(inner, clock=clock)
+    store.is_over = clock.is_over
+    own = PrefixStore("group", store)
+    inner.set("group/address", "here")
+    assert own.get("address") == b"here"
+    with pytest.raises(DistStoreError, match="no rank has written group/other"):
+        store.wait(["group/other"], timedelta(seconds=3.0))
+    assert clock.now_s < 3.1
+    with pytest.raises(OvertakenError):
+        own.get("other")
+    assert clock.now_s < 5.1
+
+
+def test_a_group_with_a_collective_that_does_not_end_is_left_to_end_in_the_background(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    may_end, has_ended = threading.Event(), threading.Event()
+
+    class StuckGroup:
+        def __del__(self) -> None:
+            may_end.wait(30.0)
+            has_ended.set()
+
+    world = SimpleNamespace(pg_map={StuckGroup(): None}, group_count=3)
+    monkeypatch.setattr(meeting, "PART_S", 0.01)
+    monkeypatch.setattr(meeting, "distributed_c10d", SimpleNamespace(_world=world))
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "destroy_process_group", world.pg_map.clear)
+    meeting.part()
+    assert world.group_count == 0 and not has_ended.is_set()
+    may_end.set()
+    assert has_ended.wait(30.0)

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from expert_placement.config import EplbConfig
+from scheduler.assembly import Assembled
+from scheduler.epochs import follower, meeting
 from scheduler.moves.reports import MoveState, PlacementReport
 from scheduler.policy.config import DispatchMode
 from scheduler.policy.request import Request
@@ -20,6 +22,7 @@ from tests.support.engines.moves import targets
 from tests.support.engines.serving import build, request, serve
 from tests.support.models.families import VOCABULARY, write_checkpoint
 
+SOON_S = 30.0  # on a busy machine
 WAYS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.9, "seed": 7, "top_p": 0.9, "presence_penalty": 0.5, "frequency_penalty": 0.2},
@@ -160,24 +163,34 @@ def test_rows_travel_flat_while_a_node_is_not_whole(checkpoint: Path) -> None:
         crew.submit(2, wanted[8:])
 
 
+def connect_slowly(_built: Assembled) -> None:
+    """Let a rank wait long for members that died while they met."""
+    for module in (meeting, follower):
+        vars(module)["CONNECT_TIMEOUT_S"] = 2 * SOON_S
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("function", ["", "meet", "open_groups", "open_channel"])
 def test_a_member_that_dies_before_or_while_it_meets_the_others_is_passed_over_by_a_newer_order(
     checkpoint: Path, function: str
 ) -> None:
     dooms = {2: Doom(function=f"scheduler.epochs.follower.{function}")} if function else {}
-    with serving(checkpoint, 3, requests(0, 6), dooms=dooms) as crew:
+    with serving(checkpoint, 3, requests(0, 6), dooms=dooms, prepare=connect_slowly) as crew:
         crew.kill(1)
         crew.order([0, 2], to=None if function else [0])
         if function:
             crew.until(lambda: 2 in crew.lost)
         else:  # rank 0 waits for rank 2 in vain
             crew.kill(2)
+        begun_s = time.monotonic()
         crew.order([0])
+        crew.until(lambda: crew.serve_in(2))
+        assert time.monotonic() - begun_s < SOON_S, "the newer order must end the wait for rank 2"
         for lost in (1, 2):
             crew.replay(lost, to=0)
         crew.until(crew.is_done)
         assert crew.serves == {0: 2}
+        assert not any(rank == 0 and fault.epoch == 1 for rank, fault in crew.faults)
 
 
 @pytest.mark.slow

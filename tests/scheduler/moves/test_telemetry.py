@@ -94,3 +94,13 @@ def test_the_map_names_the_models_own_layers() -> None:
     assert made.layers == (3, 11)
     assert (made.num_experts, made.num_ranks, made.num_hidden_layers) == (6, 2, 12)
     np.testing.assert_array_equal(made.slot_expert, placement.slot_expert)
+
+
+def test_second_experts_of_a_layer_are_numbered_after_all_layers() -> None:
+    names = [
+        f"model.language_model.layers.{layer}.mlp.{kind}_moe.experts"
+        for layer in (1, 2)
+        for kind in ("text", "vision")
+    ]
+    made = expert_map(linear_placement(4, 6, 2), names, 3)
+    assert made.layers == (1, 4, 2, 5) and made.num_hidden_layers == 6

@@ -62,6 +62,14 @@ READ_BY_VLLM_DASHBOARDS: dict[str, tuple[str, frozenset[str]]] = {
     "vllm:kv_offload_load_time": ("counter", ENGINE),
     "vllm:kv_offload_store_bytes": ("counter", ENGINE),
     "vllm:kv_offload_store_time": ("counter", ENGINE),
+    **{
+        f"vllm:kv_offload_total_{what}": ("counter", ENGINE | {"transfer_type"}) for what in ("bytes", "time")
+    },
+    **{
+        f"vllm:kv_offload_tiering_{way}_{what}": ("counter", ENGINE | {"tier"})
+        for way in ("read", "write")
+        for what in ("bytes", "time")
+    },
     "vllm:generation_tokens": ("counter", ENGINE),
     "vllm:request_success": ("counter", ENGINE | {"finished_reason"}),
     "vllm:prefix_cache_queries": ("counter", ENGINE),

@@ -71,7 +71,7 @@ def test_counters_have_vllm_s_names_and_exist_from_the_start(metrics: Metrics) -
         stats_of(
             1, 1, host_load_bytes=5, disk_load_bytes=7, load_s=0.5, host_store_bytes=11, disk_store_bytes=13, store_s=1.5,
             num_faults=2, num_dropped=3, num_lookups=4, peer_fetch_bytes=8, peer_serve_bytes=9, peer_fetch_s=0.25,
-            num_fetches_whole=1, num_fetches_failed=6,
+            num_fetches_whole=1, num_fetches_failed=6, disk_load_s=0.125, disk_store_s=0.75,
         )
     )  # fmt: skip
     for name, value in (
@@ -84,6 +84,18 @@ def test_counters_have_vllm_s_names_and_exist_from_the_start(metrics: Metrics) -
     loads = values_of(metrics, "wideep:kv_tier_load_bytes_total", "engine tier")
     assert (loads["1", "host"], loads["1", "disk"], loads["0", "disk"]) == (5, 7, 0)
     assert values_of(metrics, "wideep:kv_tier_store_bytes_total", "engine tier")["1", "disk"] == 13
+    for name, by_tier in (
+        ("read_bytes", {"disk": 7, "p2p": 8}), ("read_time", {"disk": 0.125, "p2p": 0.25}),
+        ("write_bytes", {"disk": 13}), ("write_time", {"disk": 0.75}),
+    ):  # fmt: skip
+        found = values_of(metrics, f"vllm:kv_offload_tiering_{name}_total", "engine tier")
+        assert {tier: value for (rank, tier), value in found.items() if rank == "1"} == by_tier, name
+    for name, by_way in (
+        ("bytes", {"CPU_to_GPU": 12, "GPU_to_CPU": 24}),
+        ("time", {"CPU_to_GPU": 0.5, "GPU_to_CPU": 1.5}),
+    ):
+        found = values_of(metrics, f"vllm:kv_offload_total_{name}_total", "engine transfer_type")
+        assert {way: value for (rank, way), value in found.items() if rank == "1"} == by_way, name
     fetches = values_of(metrics, "wideep:kv_peer_fetches_total", "engine outcome")
     assert {outcome: count for (rank, outcome), count in fetches.items() if rank == "1"} == {
         "whole": 1, "empty": 0, "declined": 0, "failed": 6,

@@ -3,12 +3,15 @@
 import concurrent.futures
 import json
 import threading
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 from torch.distributed import HashStore, PrefixStore
 
+from server.machine.roots import PACKAGES
+from server.serve.preflight import equal
 from server.serve.store import node_check
 from server.serve.store.node_check import NodesDifferError, check_newcomer, check_nodes_together
 from server.serve.store.rendezvous import Place
@@ -79,6 +82,25 @@ def test_a_newcomer_with_another_checkpoint_is_refused(store: HashStore, tmp_pat
     check_all(store, [model, model], [0, 1])
     with pytest.raises(NodesDifferError, match=r"config\.json is \w+ on the service, \w+ on new \(rank 2\)"):
         check_newcomer(store, place(2, of=4), other, None, "new")
+
+
+@pytest.mark.parametrize(("folder", "name"), [("server/link", "link"), ("moe", "dispatch")])
+def test_a_newcomer_with_another_digest_is_refused_and_one_with_another_version_is_not(
+    store: HashStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, name: str
+) -> None:
+    model = write_checkpoint(tmp_path)
+    check_all(store, [model, model], [0, 1])
+    digest_of = equal.source_digest
+
+    def later(root: Path, folders: Sequence[str] = PACKAGES) -> str:
+        """Return the digest of a version with a change in a folder."""
+        return digest_of(root, folders) if folder not in folders else "1a7e"
+
+    monkeypatch.setattr(equal, "source_digest", later)
+    with pytest.raises(NodesDifferError, match=rf"wideep's {name} digest is \w+ on the service, 1a7e on new"):
+        check_newcomer(store, place(2, of=4), model, None, "new")
+    folder = "server"
+    check_newcomer(store, place(2, of=4), model, None, "new")
 
 
 def test_nodes_with_other_pools_are_refused(store: HashStore, tmp_path: Path) -> None:

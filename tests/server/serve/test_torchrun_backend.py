@@ -5,6 +5,7 @@ import concurrent.futures
 import pytest
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
+    RendezvousError,
     RendezvousInfo,
     RendezvousParameters,
     c10d_rendezvous_backend,
@@ -83,3 +84,20 @@ def test_torchrun_finds_it_by_our_entry_point() -> None:
     handler = get_rendezvous_handler(RendezvousParameters("wideep", "localhost:0", "two", 1, 1))
     assert (handler.get_backend(), handler.get_run_id()) == ("wideep", "two")
     assert handler.next_rendezvous().world_size == 1
+
+
+@pytest.mark.parametrize(
+    ("standby", "says"),
+    [
+        ("127.0.0.1", "--standby is 127.0.0.1, which is an address of the node of --rdzv-endpoint"),
+        ("a:b", "--standby is 'a:b'; give a name or an address of the second node"),
+    ],
+)
+def test_a_standby_that_cannot_be_one_is_refused(
+    monkeypatch: pytest.MonkeyPatch, standby: str, says: str
+) -> None:
+    monkeypatch.setattr(
+        "sys.argv", ["torchrun", "--no-python", "wideep", "worker", "m", "--standby", standby]
+    )
+    with pytest.raises(RendezvousError, match=says):
+        torchrun_backend.create(parameters(free_port(), is_host="1"))

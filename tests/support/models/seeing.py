@@ -18,7 +18,9 @@ from moe.vision.tower import Tower
 from tests.support.models.families import VOCABULARY, make_config, seed_special_tensors
 from tests.support.models.tiny_tokenizer import write_tokenizer
 
+ONE_AXIS = ("kimi_k25",)  # positions count the rows of an image
 LINES = ("mistral3", "mistral_large4")  # a token follows each line of an image
+WITH_EXPERTS = ("ernie4_5_vl_moe",)  # for images
 PLACE = 250  # token of a row of an image
 PART_END, LINE_END, LAST = (
     248,
@@ -35,6 +37,8 @@ class Picture(NamedTuple):
 
     inputs: dict[str, Tensor]
     token_ids: list[int]  # of its rows, and those between them
+    has_experts: bool = False  # the model has experts for images
+    has_axes: bool = False  # the model's inputs name the tokens of images
 
 
 class SeenPrompt(NamedTuple):
@@ -48,8 +52,10 @@ class SeenPrompt(NamedTuple):
         """Return the inputs of `transformers`' whole model for the prompt, or for these tokens that begin with it."""
         ids = torch.tensor([self.token_ids if token_ids is None else list(token_ids)])
         inputs = {"input_ids": ids}
-        if self.pictures and {"image_grid_thw", "image_position_ids"} & self.pictures[0].inputs.keys():
+        if self.pictures and self.pictures[0].has_axes:
             inputs["mm_token_type_ids"] = (ids == PLACE).int()
+        if self.pictures and self.pictures[0].has_experts:  # as transformers' processor of the family
+            inputs["moe_mm_token_type_ids"] = torch.isin(ids, torch.tensor([PLACE, BEGIN, END])).int()
         for name in self.pictures[0].inputs if self.pictures else ():
             if name == "aspect_ratios":  # only processors use it
                 continue
@@ -104,8 +110,13 @@ def write_seeing_checkpoint(
         if hasattr(vision, name):
             setattr(vision, name, value)
     config.image_token_id = place
-    if hasattr(config, "video_token_id"):
-        config.video_token_id = place + 1
+    for name in ("video_token_id", "video_start_token_id", "video_end_token_id"):
+        if hasattr(config, name):
+            setattr(config, name, place + 1)
+    if hasattr(config, "projection_hidden_size"):
+        config.projection_hidden_size = vision.hidden_size
+    if family in WITH_EXPERTS:
+        config.image_start_token_id, config.image_end_token_id = place + BEGIN - PLACE, place + END - PLACE
     torch.manual_seed(seed)
     model: PreTrainedModel = AutoModelForMultimodalLM.from_config(
         config, attn_implementation="eager", dtype=torch.float32
@@ -137,12 +148,16 @@ def draw_picture(height: int, width: int, seed: int, config: PreTrainedConfig) -
         }
         line = [PLACE] * columns + [LINE_END]
         return Picture(inputs, (line * lines)[:-1])  # END takes the place of the last one
-    values = vision.temporal_patch_size * 3 * vision.patch_size**2
+    values = getattr(vision, "temporal_patch_size", 1) * 3 * vision.patch_size**2
     inputs = {
         "pixel_values": torch.randn(height * width, values, generator=generator),
         "image_grid_thw": torch.tensor([[1, height, width]]),
     }
-    return Picture(inputs, [PLACE] * lines * columns)
+    if config.model_type in ONE_AXIS:
+        patches = inputs["pixel_values"]
+        inputs["pixel_values"] = patches.reshape(-1, 3, vision.patch_size, vision.patch_size)
+    has_experts, has_axes = config.model_type in WITH_EXPERTS, config.model_type not in ONE_AXIS
+    return Picture(inputs, [PLACE] * lines * columns, has_experts, has_axes)
 
 
 def _draw_padded(height: int, width: int, size: int, generator: torch.Generator) -> Picture:
@@ -152,7 +167,7 @@ def _draw_padded(height: int, width: int, size: int, generator: torch.Generator)
     values = torch.rand(1, count + padding, 3 * size**2, generator=generator)
     values[0, count:] = 0
     inputs = {"pixel_values": values, "image_position_ids": torch.tensor([places])}
-    return Picture(inputs, [PLACE] * (count // MERGE**2))
+    return Picture(inputs, [PLACE] * (count // MERGE**2), has_axes=True)
 
 
 def _draw_tiles(lines: int, columns: int, size: int, generator: torch.Generator) -> Picture:
@@ -200,6 +215,10 @@ PROCESSOR = {
     "merge_size": MERGE,
     "image_mean": [0.5, 0.5, 0.5],
     "image_std": [0.5, 0.5, 0.5],
+}
+OF_FAMILY = {
+    "kimi_k25": {"image_processor_type": "Kimi_K25ImageProcessor", "size": {"max_height": 8, "max_width": 8}},
+    "ernie4_5_vl_moe": {"image_processor_type": "Ernie4_5_VLMoeImageProcessor", "temporal_patch_size": 1},
 }
 
 
@@ -252,5 +271,6 @@ def write_seeing_model(directory: Path, family: str = "qwen3_vl_moe") -> PreTrai
     for name in ("config.json", "generation_config.json"):
         (directory / name).unlink()
     oracle = write_seeing_checkpoint(family, directory, vocab_size=320, place=shown.place)
-    (directory / "preprocessor_config.json").write_text(json.dumps(shown.processor))
+    processor = shown.processor | OF_FAMILY.get(family, {})
+    (directory / "preprocessor_config.json").write_text(json.dumps(processor))
     return oracle

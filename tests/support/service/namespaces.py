@@ -7,7 +7,7 @@ import os
 import secrets
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ def made_namespaces(count: int) -> Iterator[list[str]]:
     """Create namespaces on one switch, with addresses 10.213.7.1 and up. Skip the test if this machine does not permit it."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("needs root and the `ip` program to make network namespaces")
-    hub, *names = [f"wideep-{secrets.token_hex(4)}-{node}" for node in range(count + 1)]
+    token = secrets.token_hex(4)
+    hub, *names = [f"wideep-{token}-{node}" for node in range(count + 1)]
     commands = [f"ip netns add {name}" for name in (hub, *names)]
     commands += [f"ip -n {hub} link add switch type bridge", f"ip -n {hub} link set switch up"]
     for node, name in enumerate(names, start=1):
@@ -75,6 +76,18 @@ def members(namespace: str, url: str) -> list[int]:
 def set_link(namespace: str, *words: str) -> None:
     """Change the namespace's interface with `ip link`."""
     subprocess.run(["ip", "-n", namespace, "link", "set", "veth0", *words], check=True, timeout=10)
+
+
+def cut_link(names: Sequence[str], nodes: Collection[int], *, is_cut: bool = True) -> None:
+    """Drop all packets between these nodes, without a sign to either side. Their links to other nodes stay.
+
+    Args:
+        names: All namespaces of `made_namespaces`.
+    """
+    hub = f"{names[0].rpartition('-')[0]}-0"
+    for node in nodes:
+        words = f"dev veth{node + 1} type bridge_slave isolated {'on' if is_cut else 'off'}"
+        subprocess.run(["ip", "-n", hub, "link", "set", *words.split()], check=True, timeout=10)
 
 
 def close_ports(namespace: str, ports: str) -> None:

@@ -169,7 +169,7 @@ def _read(
     costs = _costs(skeleton, config, plain_bytes)
     has_files = any(directory.glob("*.safetensors"))
     if has_files:
-        weights = weight_bytes(directory, config, float_bytes)
+        weights = weight_bytes(directory, config, float_bytes, on_gpu=backend is not CPU)
         adapted = adapted_features(directory, config, adapted_modules)
     else:
         adapted = _adapted(skeleton, config, adapted_modules)
@@ -278,7 +278,7 @@ def _costs(skeleton: Skeleton, config: Mapping[str, Any], plain_bytes: float) ->
     own_kind = expert_kind = storage.plain_kind
     in_layers = 0
     for index, layer in enumerate(layers):
-        own, expert, num_experts = _parts(layer, names[id(layer)], storage)
+        own, [expert, *others], num_experts = _parts(layer, names[id(layer)], storage)
         own_kind, expert_kind = own.kind or own_kind, expert.kind or expert_kind
         in_layers += own.num_bytes
         costs = LayerCosts(
@@ -293,6 +293,15 @@ def _costs(skeleton: Skeleton, config: Mapping[str, Any], plain_bytes: float) ->
             **_context_costs(skeleton.cache_shapes, index, heads, config),
         )
         counted[costs] = counted.get(costs, 0) + 1
+        for other in others:  # experts for images take part in every step, as a layer without attention
+            apart = LayerCosts(*[0] * len(costs))._replace(
+                num_experts=num_experts,
+                top_k=top_k,
+                expert_weights=other.weights,
+                expert_bytes=other.num_bytes,
+                expert_features=other.features,
+            )
+            counted[apart] = counted.get(apart, 0) + 1
     head = tuple(model.get_output_embeddings().weight.shape)
     outside = _outside_bytes(model, [names[id(layer)] for layer in layers], storage)
     return ModelCosts(
@@ -320,18 +329,18 @@ def _check_layers(skeleton: Skeleton, layers: list[str]) -> None:
         )
 
 
-def _parts(layer: nn.Module, name: str, storage: _Storage) -> tuple[_Part, _Part, int]:
-    """Return a layer's own part, one of its experts, and the number of experts."""
-    own, expert, num_experts = _Part(), _Part(), 0
+def _parts(layer: nn.Module, name: str, storage: _Storage) -> tuple[_Part, list[_Part], int]:
+    """Return a layer's own part, one expert of each experts module (an empty part if it has none), and the number of experts."""
+    own, experts, num_experts = _Part(), [], 0
     for path, module in layer.named_modules():
         full = f"{name}.{path}" if path else name
         if hasattr(module, "is_concatenated"):
             num_experts = int(module.num_experts)
-            expert = _expert(module, full, storage)
+            experts.append(_expert(module, full, storage))
             continue
         for leaf, tensor in _tensors(module):
             own = own.plus(_own(full, leaf, tuple(tensor.shape), storage, is_linear=_is_linear(module)))
-    return own, expert, num_experts
+    return own, experts or [_Part()], num_experts
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Any]]:

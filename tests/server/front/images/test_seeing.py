@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from server.front.images.encoder import ImageTokens
 from server.front.images.seeing import image_support_of
@@ -42,8 +43,6 @@ def test_a_checked_family_takes_images(tmp_path: Path) -> None:
         ({"vision_config": None}, "it has no image tower"),
         ({"model_type": "qwen3_moe", "vision_config": None}, "it has no image tower"),
         ({"model_type": "new_vl_moe"}, "images for models of type new_vl_moe are not supported"),
-        ({"model_type": "kimi_k25"}, "needs torchvision"),
-        ({"model_type": "ernie4_5_vl_moe"}, "experts for images"),
         ({"image_token_id": None}, "no image_token_id"),
     ],
 )
@@ -72,6 +71,18 @@ def test_gemma_takes_tokens_of_its_configuration_and_keeps_images_whole(tmp_path
     assert image_support_of(written(tmp_path, {**config, "text_config": text})).stays_whole
     del config["eoi_token_id"]
     assert "lacks eoi_token_id" in image_support_of(written(tmp_path, config)).why_not
+
+
+@pytest.mark.usefixtures("pillow")
+def test_a_token_that_the_file_leaves_out_is_the_types_own(tmp_path: Path) -> None:
+    config = {"model_type": "ernie4_5_vl_moe", "vision_config": {}}
+    own = transformers.AutoConfig.for_model("ernie4_5_vl_moe").image_token_id
+    assert image_support_of(written(tmp_path, config)) == (ImageTokens(own, own), "", False)
+    assert image_support_of(written(tmp_path, {**config, "image_token_id": 5})).tokens.row == 5
+    kimi = {"model_type": "kimi_k25", "vision_config": {}}
+    assert image_support_of(written(tmp_path, kimi)).tokens.row == 163605
+    published = {**kimi, "media_placeholder_token_id": 163606}
+    assert image_support_of(written(tmp_path, published)) == (ImageTokens(163606, 163606), "", False)
 
 
 @pytest.mark.usefixtures("pillow")

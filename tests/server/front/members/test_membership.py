@@ -354,6 +354,15 @@ def test_ranks_that_do_not_come_back_to_another_front_are_missing_and_may_come_l
     assert epochs.attach(0, 120.0).order == Epoch(2, (0, 1))
 
 
+def test_ranks_do_not_wait_for_those_that_were_lost_with_the_former_front() -> None:
+    epochs = Epochs(4, recovery_timeout_s=600.0)
+    epochs.resume(100.0, lost=[0, 1])
+    assert epochs.attach(3, 101.0, epoch=4) == NOTHING
+    assert epochs.attach(2, 101.1, epoch=4).order == Epoch(5, (2, 3))
+    assert set(epochs.missing) == {0, 1} and not epochs.is_resuming
+    assert epochs.attach(0, 120.0).order == Epoch(6, (0, 2, 3))
+
+
 def test_a_front_to_which_nobody_comes_back_waits_as_for_ranks_that_are_lost() -> None:
     epochs = Epochs(2, recovery_timeout_s=600.0)
     epochs.resume(100.0)
@@ -375,7 +384,7 @@ class Pools:
 def test_requests_move_to_other_pools_if_the_members_have_not_met_in_time() -> None:
     epochs = Pools().epochs
     epochs.lose(1, "killed", 5.0)
-    assert (epochs.settled, epochs.next_due_s()) == ({0, 2}, 5.0 + RELEASE_S)
+    assert (epochs.settled, epochs.next_due_s()) == (frozenset({0, 2}), 5.0 + RELEASE_S)
     epochs.lose(2, "killed", 5.5)
     assert epochs.tick(5.0 + RELEASE_S) == NOTHING, "a newer order does not extend the time"
     assert not epochs.settled and epochs.next_due_s() == 5.5 + REGROUP_TIMEOUT_S

@@ -129,6 +129,7 @@ def test_several_gpus_are_refused_and_one_has_no_graphs(tmp_path: Path) -> None:
     assert note_on_adapters(replace(options, device="cpu")) is None
 
 
+@pytest.mark.slow  # builds engines
 @pytest.mark.parametrize(
     ("family", "modules"),
     [

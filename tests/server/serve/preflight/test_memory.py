@@ -189,6 +189,22 @@ def test_layers_for_multi_token_prediction_are_counted_where_they_are_read(tmp_p
     assert with_mtp == WeightBytes(shared=one, experts=3 * one, expert_layers=3)
 
 
+def test_experts_for_images_are_layers_on_cpus_and_left_out_on_gpus(tmp_path: Path) -> None:
+    """Experts for text are 0 to 7 of a layer's list, those for images 8 to 15."""
+    sizes = {number: [8, 8] if number < 8 else [4, 8] for number in range(16)}
+    names = {
+        f"model.layers.{layer}.mlp.experts.{number}.up_proj.weight": shape
+        for layer in (1, 2)
+        for number, shape in sizes.items()
+    }
+    write_safetensors(tmp_path / "model.safetensors", names)
+    config = {"num_hidden_layers": 3, "moe_num_experts": 8, "moe_intermediate_size": [8, 4]}
+    text, image = 2 * 8 * 64 * 4, 2 * 8 * 32 * 4
+    assert weight_bytes(tmp_path, config, 4) == WeightBytes(shared=0, experts=text + image, expert_layers=4)
+    on_gpu = weight_bytes(tmp_path, config, 4, on_gpu=True)
+    assert on_gpu == WeightBytes(shared=0, experts=text, expert_layers=2)
+
+
 def test_towers_for_images_are_not_counted(tmp_path: Path) -> None:
     names = ["model.language_model.norm.weight", "model.visual.blocks.0.norm1.weight", "mm_projector.weight"]
     write_safetensors(tmp_path / "model.safetensors", {name: [8, 8] for name in names})

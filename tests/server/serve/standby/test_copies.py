@@ -8,13 +8,14 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from server.link.messages import Copied, FileGone, FilePart
+from server.link.messages import Copied, FileGone, FilePart, Follow, KeptFile
 from server.link.ranks import Ranks
 from server.serve.standby.first_front import (
     Copies,
@@ -27,7 +28,7 @@ from server.serve.standby.first_front import (
     note_taken_over,
     why_lost,
 )
-from server.serve.standby.leading import CopiedFirst, KeptFiles
+from server.serve.standby.leading import CopiedFirst, KeptFiles, ranks_near
 from server.serve.store.meeting import Endpoint
 
 KEY = b"k" * 32
@@ -42,7 +43,7 @@ class Leading:
         self.key, self.events = key, list[str]()
         self.folder = folder
         folder.mkdir(exist_ok=True)
-        self.files = KeptFiles(folder, lambda kind, _text: self.events.append(kind))
+        self.files = KeptFiles(folder, lambda kind, _text: self.events.append(kind), "torchrun of first")
         self.ranks = Ranks(1, "token", cluster_key=key)
         self.ranks.on_follow = self.files.serve
         self.agent = socket.create_server(("127.0.0.1", 0))
@@ -190,6 +191,28 @@ async def test_a_standby_that_returns_gets_only_what_has_changed(
         assert await copied(leading, again)
         assert sorted(taken) == ["changed", "removed"]
         await again.close()
+
+
+@in_a_loop
+async def test_the_standby_knows_which_ranks_are_lost_with_the_node_of_the_front(tmp_path: Path) -> None:
+    async with following(tmp_path, None) as (leading, standby):
+        assert ranks_near(standby.copies.folder) == []
+        for rank, node in ((3, "torchrun of first"), (1, "another"), (2, "torchrun of first")):
+            leading.files.note_rank(rank, node)
+        assert await copied(leading, standby)
+        assert ranks_near(standby.copies.folder) == [2, 3]
+
+
+@pytest.mark.parametrize("path", ["../secret", "/etc/passwd"])
+@in_a_loop
+async def test_the_leading_front_sends_no_file_outside_of_its_folder(tmp_path: Path, path: str) -> None:
+    (tmp_path / "secret").write_text("x")
+    leading = Leading(tmp_path / "first")
+    stream: Any = SimpleNamespace(first=Follow([KeptFile(path, 1, 1)]))
+    with pytest.raises(ValueError, match="is outside of the folder"):
+        await leading.files.serve(stream)
+    assert leading.events == []
+    await leading.close()
 
 
 @in_a_loop
