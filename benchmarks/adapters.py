@@ -77,7 +77,8 @@ def main(arguments: list[str] | None = None) -> int:
     result = {"environment": card, "options": vars(options), "ms": found}
     print_tail({"benchmark": "adapters", **result})
     if options.save:
-        save_result("adapters", {"benchmark": "adapters", **result})
+        name = "adapters-dense" if options.dense_only else "adapters"
+        save_result(name, {"benchmark": "adapters", **result})
     return 0
 
 

@@ -19,6 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -364,10 +365,17 @@ class Engine:
             has_prefill=agreement.has_prefill,
             wait_cause=agreement.wait_cause,
         )
-        self._commit(batch, sampled, time.perf_counter() - begun_s, agreement)
-        self._hand_out(on_step, batch.num_tokens)
-        if self._runner.makes_drafts:
-            self._make_drafts(batch, agreement)
+        seconds = time.perf_counter() - begun_s
+        with self._saving_later():
+            self._commit(batch, sampled, seconds, agreement)
+            self._hand_out(on_step, batch.num_tokens)
+            if self._runner.makes_drafts:
+                self._make_drafts(batch, agreement)
+
+    def _saving_later(self) -> AbstractContextManager[None]:
+        """Save the step's blocks only when the layers that draft have also written them."""
+        is_needed = self._tiers is not None and self._runner.makes_drafts
+        return self._tiers.saving_later() if self._tiers is not None and is_needed else nullcontext()
 
     def _step_overlapped(
         self, steps: OverlappedSteps, lockstep: LockStep, agreement: Agreement, on_step: OnStep

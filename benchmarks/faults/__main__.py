@@ -19,7 +19,7 @@ With --resizes N, the service changes its number of ranks in N cycles and has dr
 second cycle, an engine is killed during each resize. Expected bound: ranks meet as after a loss, so no stream pauses for more
 than a second beyond its usual gaps, and no request gets status 503.
 
-With --fronts N, the kind "kill a front" kills one of several fronts. Clients whose connections break retry with their key.
+With --fronts N, the kind "kill a front" kills one of several fronts. Its clients retry with their key.
 
 Run: `python -m benchmarks.faults [MODEL] [--ranks 3 | --pools POOLS] [--nodes 2] [--fronts 2] [--tiers] [--open 10]
 [--random N | --resizes N] [--seed S] [--save]`. MODEL is a directory or `demo` (default). The exit status is 1 if an answer was

@@ -15,7 +15,7 @@ class FaultOutcome:
     kind: str
     detected_s: float | None  # None if no rank was missed, which is right for a short pause
     whole_s: float
-    pauses_s: list[float]  # of streams whose connections lasted
+    pauses_s: list[float]  # of streams that were not cut off
     cut_off_s: list[float]  # of streams that were requested again: from the last piece to the next one
     load: float  # of the machine: running and waiting threads, mean of the last minute
 
@@ -48,7 +48,7 @@ def spread(times_s: Sequence[float]) -> dict[str, float]:
 def left_behind(before: dict[str, float], after: dict[str, float]) -> dict[str, list[float]]:
     """Return the figures that did not return to their initial values; memory may grow by a quarter over time."""
     room = {name: before[name] * 0.25 for name in ("front_mb", "engines_mb")}
-    room |= {"front_descriptors": 4, "engine_descriptors": 8}  # connections that close a moment later
+    room |= {"front_descriptors": 8, "engine_descriptors": 8}  # connections that close a moment later
     return {
         name: [before[name], after[name]] for name in before if after[name] > before[name] + room.get(name, 0)
     }

@@ -104,7 +104,7 @@ class ResizeCycles:
         state = await wait_for_resize(campaign)
         self._kills[reached][state["phase"]] += 1
         await scale(campaign, num_ranks)
-        # A rank that had not yet become a member, or had left, is no loss.
+        # A rank that had not yet become a member, or had left, does not count as lost.
         return 0
 
     def figures(self, num_refused: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ class SaveJob:
     is_state: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class EarlySave:
     """Copy a block's layers to host memory while a step fills them. A `SaveJob` for the block ends it, if one comes."""
 

@@ -110,6 +110,7 @@ class Tiers:
             Thread(target=self._work, args=(jobs, make_units, enter_thread), name=name, daemon=True)
             for jobs, name in zip(self._jobs, ("kv-load", "kv-save"), strict=True)
         ]
+        self._held_back: list[SaveJob] | None = None
         self._following: SimpleQueue[LoadJob | None] = SimpleQueue()
         self._follower = Thread(  # only ranks that expect requests need it
             target=self._follow, args=(make_units, enter_thread), name="kv-follow", daemon=True
@@ -142,7 +143,22 @@ class Tiers:
 
     def save(self, save: SaveJob) -> None:
         """Copy a block or a state, which must not change until `finished` returns the job."""
-        self._jobs[1].put(save)
+        if self._held_back is None:
+            self._jobs[1].put(save)
+        else:
+            self._held_back.append(save)
+
+    @contextmanager
+    def saving_later(self) -> Iterator[None]:
+        """Begin saves that are given inside at the end: something still writes to their blocks. For the step loop."""
+        held_back: list[SaveJob] = []
+        self._held_back = held_back
+        try:
+            yield
+        finally:
+            self._held_back = None
+            for save in held_back:
+                self._jobs[1].put(save)
 
     def save_early(self, blocks: Iterable[tuple[int, bytes]]) -> None:
         """Begin to copy blocks, with their keys, which the next step fills. Call it just before that step."""

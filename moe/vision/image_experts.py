@@ -2,8 +2,8 @@
 
 Rows of an image, and the tokens before and after it, are routed among the experts for images. All other rows are routed among the
 experts for text. `transformers` cuts a batch into the two kinds of rows. Here both experts modules take the whole batch, and each gets
-rows of the other kind without a choice of an expert. So the ranks of a group always call the same modules in the same order,
-whatever their batches contain. Both modules have their own slots, which are placed, counted and moved like those of any layer.
+rows of the other kind without a choice of an expert. So the ranks of a group always call the same modules in the same order.
+Both modules have their own slots, which are placed, counted and moved like those of any layer.
 
 The kind of a row depends only on its token, so cached blocks, replays and drafts keep it.
 Rejected: one module with the experts of both kinds. Experts for images have another size.
@@ -53,7 +53,7 @@ def exchange(model: PreTrainedModel) -> int:
 
 
 def tokens_of_images(config: Any) -> list[int]:
-    """Return the tokens whose rows go to experts for images, from a model's configuration."""
+    """Return the tokens with rows for the experts for images, from a model's configuration."""
     found = {name: value for name, value in vars(config).items() if _OF_IMAGES.fullmatch(name)}
     return sorted({value for value in found.values() if isinstance(value, int)})
 

@@ -37,7 +37,7 @@ class Order(NamedTuple):
     num_ranks: int = 0  # of the pool from this epoch on, present or not; 0: as before
     # Living ranks that are no members. They get the order too, so that all ranks of the last epoch part at one step.
     leaving: tuple[int, ...] = ()
-    # Members whose steps of the last epoch broke off. The others need not wait for them, but may not have noticed.
+    # Members with failed steps in the last epoch. The others need not wait for them, but may not have noticed.
     stopped: tuple[int, ...] = ()
 
 

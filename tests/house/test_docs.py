@@ -33,9 +33,10 @@ OTHERS = {
         "--input-file --isl --osl --request-count --streaming --ui --use-server-token-count"
     ),
     "guidellm": "--backend --constraint --data --data-loader --disable-console-interactive --output --profile",
-    "benchmarks.faults": "--nodes --open --random --tiers --tokens",
+    "benchmarks.faults": "--fronts --nodes --open --random --resizes --tiers --tokens",
     "benchmarks.front": "--against --step-s --streams",
     "benchmarks.kv.pools": "--every --prompt-tokens --ranks --seconds --streams",
+    "benchmarks.kv.transfer": "--blocks --step-ms",
     "benchmarks.weights.quantisation": "--forms",
     "gpu_day.sh": "--minutes --parts --resume --tiny --units",
     "other benchmarks": "--batch --experts --repeats --rounds --runs --save --table --tasks",

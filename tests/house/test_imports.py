@@ -133,12 +133,13 @@ ORDER = (
     ("kvcache.tiers.peers",),
     ("kvcache.tiers.opening", "kvcache.tiers.peer_server"),
     ("kvcache.tiers.tiers",),
-    ("kvcache.tiers.frames",),
+    ("kvcache.tiers.early", "kvcache.tiers.frames"),
     ("kvcache.gpu.unit", "kvcache.tiers.records"),
+    ("kvcache.gpu.sums",),
     ("kvcache.tiers.figures", "kvcache.tiers.jobs", "kvcache.unit"),
     ("kvcache.gpu",),
     ("kvcache.blocks", "kvcache.paged_cache"),
-    ("kvcache.codes", "kvcache.prefix", "kvcache.step"),
+    ("kvcache.codes", "kvcache.prefix", "kvcache.progress", "kvcache.step"),
     ("kvcache.images", "kvcache.states"),
     (
         "expert_placement.control",
@@ -173,12 +174,13 @@ WITHOUT_TORCH = [
 ]
 # Imports inside functions, by file, and the reason for each.
 DEFERRED = {
+    "kvcache/gpu/unit.py": "triton is optional, and only GPUs need the kernel",
     "server/serve/launcher.py": "torch is imported while workers start",
     "server/serve/preflight/model.py": "a directory needs neither the demo model's maker nor a hub's client",
     "server/serve/preflight/device.py": "only the child process that looks for GPUs loads torch",
     "server/tools/gpu_rates.py": "only the child process that looks for GPUs loads torch",
     "server/tools/bench/prompts.py": "only --tokenizer reads a tokenizer here, and transformers takes seconds to load",
-    "server/http/observability/tracing.py": "OpenTelemetry is optional: its packages are loaded where traces are wished for",
+    "server/http/observability/tracing.py": "OpenTelemetry is optional: its packages are loaded only if traces are sent",
 }
 
 

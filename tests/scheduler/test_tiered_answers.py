@@ -2,20 +2,26 @@
 or of one that runs prompts only."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.models.foreseeing import foresee
 from kvcache.tiers.figures import TierFigures
+from kvcache.tiers.jobs import FetchJob, LoadJob, SaveJob
+from kvcache.unit import CacheUnit, block_parts
 from scheduler.assembly import Assembled
 from scheduler.policy.config import ConfigError
 from scheduler.policy.request import Request, RequestOutput
 from scheduler.policy.speculative import parse_speculative_config
+from tests.scheduler.drafts.test_served_drafts import MTP, SHARE
 from tests.scheduler.test_invariance import FAMILIES, Answers, collect, requests
 from tests.support.engines.crew import Crew
 from tests.support.engines.serving import build, occupy, request, serve
 from tests.support.models.families import VOCABULARY, write_checkpoint
+from tests.support.models.mtp import write_mtp_checkpoint
 
 HOST = 64 << 20
 DRAFTS = parse_speculative_config('{"method": "ngram", "num_speculative_tokens": 3}')
@@ -147,6 +153,47 @@ def test_a_rank_continues_what_another_one_hands_over(
         num_prompt = len(request_.prompt_ids)
         assert num_prompt - begun[name].num_cached_tokens == num_prompt % 16
         assert handed[name].num_saved_tokens == num_prompt - num_prompt % 16
+
+
+def test_blocks_are_saved_after_the_draft_layers_have_written_them(tmp_path: Path) -> None:
+    """Those layers run after a step, on the tokens that it has chosen. A save in between would copy half of a block."""
+    write_mtp_checkpoint("deepseek_v3", tmp_path, change=partial(foresee, share=SHARE))
+    chunks = {
+        "max_num_batched_tokens": 23,
+        "max_num_seqs": 8,
+        "speculative_config": parse_speculative_config(MTP),
+    }
+    built = build(tmp_path, max_model_len=160, kv_offloading_bytes=HOST, **chunks)
+    tiers, unit = built.engine._tiers, CacheUnit(block_parts(built.runner.cache))
+    assert tiers is not None
+    queue, finished, begun = tiers._jobs[1], tiers.finished, dict[SaveJob, int]()
+    num_compared = 0
+
+    class Watched:
+        """The queue of saves. Sums blocks when they may be copied."""
+
+        empty = queue.empty
+
+        def put(self, job: Any) -> None:
+            if isinstance(job, SaveJob):
+                begun[job] = unit.take(job.index)
+            queue.put(job)
+
+    def compare() -> list[SaveJob | LoadJob | FetchJob]:
+        nonlocal num_compared
+        ended = finished()
+        for job in ended:
+            if isinstance(job, SaveJob):
+                assert unit.take(job.index) == begun.pop(job), "the block has changed since"
+                num_compared += 1
+        return ended
+
+    tiers._jobs[1] = Watched()  # type: ignore[call-overload]
+    tiers.finished = compare  # type: ignore[method-assign]
+    serve(built, requests())
+    built.engine.close()
+    built.scheduler.collect(0.0)
+    assert num_compared > 10 and not begun
 
 
 def test_the_comparison_sees_a_wrong_block(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """A real service that `wideep autoscale` watches and resizes."""
 
 import json
-import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,7 +73,7 @@ def test_a_running_autoscaler_grows_the_service_under_load_and_shrinks_it_afterw
         assert all(each == before for each in said), "no answer changes"
         wait_until(lambda: num_ranks(service) == 1, service.output, within_s=START_S)
     finally:
-        process.send_signal(signal.SIGINT)
+        process.terminate()
         output, _ = process.communicate(timeout=60)
     decisions = [json.loads(line) for line in output.splitlines()]
     assert [(each["before"], each["after"]) for each in decisions[:2]] == [(1, 2), (2, 1)]

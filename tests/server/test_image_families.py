@@ -140,13 +140,14 @@ def test_answers_and_prompt_tokens_equal_transformers(parts: Parts, served: Serv
 
 def test_a_repeated_prompt_hits_its_cached_prefix_and_another_picture_does_not(served: Served) -> None:
     first, other = (["the cat sat ", png(112, 56, seed), " on the mat"] for seed in (11, 12))
-    answers = [served.chat(parts) for parts in (first, first, other)]
+    asked = (first, first, first, other)  # each of two ranks has the first prompt after at most two requests
+    answers = [served.chat(parts) for parts in asked]
     assert [answer["choices"][0]["token_ids"] for answer in answers] == [
-        served.oracle.answer(parts) for parts in (first, first, other)
+        served.oracle.answer(parts) for parts in asked
     ]
     cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
     start = served.oracle.prompt(first)["input_ids"][0].tolist().index(SHOWN[served.family].place)
-    assert cached[1] >= 16 and cached[2] <= start, "a prefix ends inside the picture"
+    assert max(cached[1:3]) >= 16 and cached[3] <= start, "a prefix ends inside the picture"
 
 
 def test_an_image_that_must_stay_whole_and_is_larger_than_a_step_is_refused(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ class Oracle:
         return {"input_ids": torch.tensor([ids]), **seen}
 
     def kinds_of(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the model's inputs that tell the rows of images."""
+        """Return the model's inputs that mark the rows of images."""
         return {"mm_token_type_ids": (ids == IMAGE_TOKEN).int()}
 
     @torch.inference_mode()

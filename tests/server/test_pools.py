@@ -147,7 +147,7 @@ def test_pairs_answer_as_one_group_and_only_the_pool_of_a_lost_rank_regroups(
     before = {name: pool_of(pairs, name)["epoch"] for name in ("both-0", "both-1")}
     streams = stream_all(pairs.url, bodies(), pieces=PIECES, then=lambda: kill(pairs, 3))
     assert said(streams) == expected
-    wait_until(  # on a busy machine, streams may end before anybody notices the loss
+    wait_until(  # on a busy machine, streams may end before the loss is noticed
         lambda: pool_of(pairs, "both-1").get("epoch", 0) >= before["both-1"] + 2,
         pairs.output,
         within_s=START_S,

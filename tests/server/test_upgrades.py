@@ -33,6 +33,7 @@ def copied(directory: Path, model: Path, changed: str, old: str, new: str) -> Pa
     root = directory / "copy"
     for package in PACKAGES:
         shutil.copytree(REPOSITORY / package, root / package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(REPOSITORY / "wideep.py", root)
     text = (root / changed).read_text()
     assert old in text
     (root / changed).write_text(text.replace(old, new, 1))

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from server.clients.autoscale.policy import Decision, Policy, Sample, State, decide, load_of, replay
 from server.http.client import ServiceClient, ServiceError, api_key_of
+from server.machine.interrupts import terminate_as_interrupt
 from server.machine.lines import printable
 
 HISTORY_S = 3600.0
@@ -39,9 +40,9 @@ def run_autoscale(
     client: ServiceClient | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> int:
-    """Print the decisions for the last hour and return 0, or resize the service until it is interrupted."""
+    """Print the decisions for the last hour and return 0, or resize the service until Ctrl-C or SIGTERM."""
     try:
-        with client or ServiceClient(args.url, api_key_of(environment)) as service:
+        with terminate_as_interrupt(), client or ServiceClient(args.url, api_key_of(environment)) as service:
             present = int(service.get_json("/is_scaling_elastic_ep")["effective_data_parallel_size"])
             sizes = _sizes(service, present, range(args.min_ranks, args.max_ranks + 1), is_dry=args.dry_run)
             policy = _policy(args, sizes.accepted)

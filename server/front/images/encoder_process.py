@@ -31,7 +31,10 @@ from server.front.images.tiles import TileProcessor
 from server.machine.parent_death import die_with_parent
 
 NICENESS = 10
-_OWN_PROCESSORS: dict[str, Any] = {"kimi_k25": KimiImageProcessor, "llama4": TileProcessor}  # transformers' own needs torchvision
+_OWN_PROCESSORS: dict[str, Any] = {
+    "kimi_k25": KimiImageProcessor,
+    "llama4": TileProcessor,
+}  # transformers' own needs torchvision
 
 
 def run_encoder(orders: TextIO = sys.stdin) -> int:

@@ -1,6 +1,6 @@
 """Kimi-K2.5's image processor in Pillow and NumPy: from a picture to the patches that its tower takes.
 
-`transformers` has this processor only on top of torchvision, whose resized pixels differ from Pillow's in the last bits. Steps and
+`transformers` has this processor only on top of torchvision. Its resized pixels differ from Pillow's in the last bits. Steps and
 names of settings are those of its `Kimi_K25ImageProcessor`: reduce to the limits of patches, pad right and below with black to whole
 rows, normalise, and cut into patches, line by line. Its file in published checkpoints has the settings under other names, which are
 read too (`media_proc_cfg`).
@@ -26,7 +26,7 @@ _PUBLISHED = {  # name in media_proc_cfg -> name here
 }
 
 
-class _Settings(ImagesKwargs, total=False):
+class _Settings(ImagesKwargs, total=False):  # type: ignore[misc, call-arg]
     max_patches: int
     patch_size: int
     merge_size: int

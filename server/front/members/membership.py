@@ -15,13 +15,7 @@ meet, the next order has the former number of ranks again, and those that were t
 """
 
 from collections import deque
-<<<<<<< ours
-from collections.abc import Callable, Iterable
-||||||| base
-from collections.abc import Iterable
-=======
-from collections.abc import Collection, Iterable
->>>>>>> theirs
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -57,7 +51,7 @@ class Epoch(NamedTuple):
     number: int
     members: tuple[int, ...]  # ascending
     leaving: tuple[int, ...] = ()  # ranks that a resize lets go
-    stopped: tuple[int, ...] = ()  # members whose steps of the last epoch broke off
+    stopped: tuple[int, ...] = ()  # members with failed steps in the last epoch
 
 
 class GivenUp(NamedTuple):

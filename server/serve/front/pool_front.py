@@ -7,14 +7,8 @@ Requests, the router, the journal and metrics belong to the service. Ranks have 
 import asyncio
 import logging
 import time
-<<<<<<< ours
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-||||||| base
-from collections.abc import Callable, Iterator, Sequence
-=======
 from collections.abc import Callable, Collection, Iterator, Sequence
->>>>>>> theirs
+from functools import partial
 from pathlib import Path
 from typing import assert_never
 

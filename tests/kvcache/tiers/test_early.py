@@ -1,4 +1,7 @@
-"""Copies layer by layer: a block arrives as it would after its step, whatever happens during the step, or it is copied later."""
+"""Copies layer by layer: a block arrives as it would after its step, or it is copied after the step.
+
+Steps end early, blocks change hands and bytes change on their way.
+"""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -241,15 +244,17 @@ def test_a_damaged_record_ends_a_load_that_follows_it_and_counts(monkeypatch: py
     def miswrite(place: int, at: int, buffers: Sequence[memoryview]) -> None:
         write_part(place, at, [memoryview(bytes(len(buffer))) for buffer in buffers])
 
+    def has_part() -> bool:
+        part = blocks.part_of(key_of(0))
+        return part is not None and part.num_bytes > 0
+
     monkeypatch.setattr(blocks, "write_part", miswrite)
     load = LoadJob([key_of(0)], [4], until_s=1e9)
     second.tiers.load(load)
     first.tiers.save_early([(0, key_of(0))])
     with first.cache.progress.running():
         first.cache.progress.note(1)
-        second.until(
-            lambda: blocks.part_of(key_of(0)) is not None and blocks.part_of(key_of(0)).num_bytes > 0
-        )  # type: ignore[union-attr]
+        second.until(has_part)
     monkeypatch.setattr(blocks, "write_part", write_part)
     first.do(SaveJob(0, key_of(0)))
     second.until(lambda: load in second.tiers.finished())

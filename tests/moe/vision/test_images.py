@@ -20,6 +20,8 @@ from tests.support.models.seeing import SeenPrompt, draw_picture, prompt_of, wri
 
 STEPS = 8
 TOLERANCE = 1e-4
+# Logits of `transformers` itself differ from its logits in float64 by up to 4e-4.
+NOISY = {"gemma4": 1e-3}
 FAMILIES = (
     "qwen3_vl_moe",
     "qwen3_5_moe",
@@ -92,6 +94,11 @@ def answer(
     return RankAnswer(made, teacher_forced(built, own_share(sequences), images=own_share(images)))
 
 
+def tolerance_of(oracle: Oracle) -> float:
+    """Return the largest difference of logits that is noise."""
+    return next((noise for family, noise in NOISY.items() if family in oracle.directory.name), TOLERANCE)
+
+
 def worst(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
     """Return the largest difference of any logit."""
     return max(float(np.abs(a - b).max()) for a, b in zip(ours, theirs, strict=True))
@@ -114,7 +121,7 @@ def test_greedy_tokens_and_logits_equal_transformers(
     answers = pool_of(world_size).run(answer, oracle.directory, token_ids, oracle.images, oracle.sequences)
     for rank, found in enumerate(answers):
         share = slice(rank, None, world_size)
-        assert worst(found.logits, oracle.logits[share]) < TOLERANCE
+        assert worst(found.logits, oracle.logits[share]) < tolerance_of(oracle)
         assert found.sequences == oracle.sequences[share]
 
 
@@ -172,7 +179,7 @@ def test_cuts_hits_and_preemption_change_no_token(oracle: Oracle) -> None:
     assert stays_whole == ("gemma4" in oracle.directory.name)
     most = 16 if stays_whole else 11
     built = build(oracle.directory, max_model_len=128, max_num_batched_tokens=most, max_num_seqs=4)
-    occupy(built, leaving=9)
+    occupy(built, leaving=14)
     waves = [
         [
             request(
@@ -199,7 +206,9 @@ def test_rows_of_an_image_see_later_rows_in_windowed_layers_only(oracle: Oracle)
     shapes = built.model.skeleton.cache_shapes
     own = list(shapes)
     assert [shape.sees_images for shape in own] == [True, False, True, True, False]
-    assert worst(teacher_forced(built, [sequence], images=[images]), [oracle.logits[4]]) < TOLERANCE
+    assert worst(teacher_forced(built, [sequence], images=[images]), [oracle.logits[4]]) < tolerance_of(
+        oracle
+    )
     for sees_images in ([False] * 5, [True] * 5):
         shapes[:] = [replace(shape, sees_images=sees) for shape, sees in zip(own, sees_images, strict=True)]
         found = teacher_forced(built, [sequence], images=[images])

@@ -8,6 +8,7 @@ import torch
 
 from dispatch.dispatched import Waits, no_errors
 from expert_placement.load import WAIT_CAUSES
+from kvcache.progress import Progress
 from kvcache.step import Inputs
 from scheduler.policy.batch import StepBatch
 from scheduler.sampling.sampler import Sampled
@@ -121,7 +122,7 @@ def test_a_step_with_prompts_is_counted_twice() -> None:
 
 
 def _runner_of(dispatcher: Any, *, passes: Any = None, model: Any = None, forward: Any = None) -> Runner:
-    unused: Any = None
+    cache: Any = SimpleNamespace(progress=Progress())
     drawing = SimpleNamespace(read=lambda: Sampled([], []), is_settled=True)
     sampler: Any = SimpleNamespace(begin=lambda *_: drawing)
-    return Runner(model, unused, dispatcher, forward, sampler, passes)
+    return Runner(model, cache, dispatcher, forward, sampler, passes)

@@ -122,7 +122,11 @@ class RealService:
     def find(self, word: str) -> int:
         """Return the first descendant with a word in its command line."""
         for pid in self.descendants():
-            if word in Path(f"/proc/{pid}/cmdline").read_text().split("\0"):
+            try:
+                words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+            except OSError:  # it has ended meanwhile
+                continue
+            if word in words:
                 return pid
         raise LookupError(f"no process of the service has {word!r} in its command line")
 

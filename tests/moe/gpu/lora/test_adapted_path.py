@@ -78,8 +78,6 @@ def test_an_invariant_service_takes_adapters(interpreter: RankPool, tmp_path: Pa
     case = make_case("qwen3_moe", tmp_path)
     [found] = interpreter.run(answer, case.directory, case.paths, {"batch_invariant": True})
     check(case, found)
-    for plain, same in zip(found.plain, found.unadapted, strict=True):
-        assert np.array_equal(plain, same), "places for adapters change a row without one"
 
 
 @pytest.mark.gpu

@@ -1,9 +1,11 @@
 """Picture files of every kind become the same RGB pixels, and damaged or hostile ones are refused."""
 
-import resource
 import struct
+import subprocess
+import sys
 import zlib
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -141,10 +143,23 @@ def tiled_tiff(side: int, tile_side: int) -> bytes:
     return b"II*\0" + struct.pack("<IH", 8, len(fields)) + entries + bytes(4) + packed
 
 
-def test_a_tile_that_is_larger_than_its_image_is_refused() -> None:
-    """256 MB in one tile of an image of 16 x 16 pixels."""
-    assert pixels(tiled_tiff(16, 16)).shape == (16, 16, 3)
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    with pytest.raises(UnusableImageError):
-        open_picture(tiled_tiff(16, 16_000), MOST_PIXELS)
+def test_a_tile_that_is_larger_than_its_image_is_refused(tmp_path: Path) -> None:
+    """256 MB in one tile of an image of 16 x 16 pixels. A new process has no free memory that a tile could take."""
+    (tmp_path / "small.tiff").write_bytes(tiled_tiff(16, 16))
+    (tmp_path / "large.tiff").write_bytes(tiled_tiff(16, 16_000))
+    code = f"""
+import resource, sys
+from server.front.images.picture_files import UnusableImageError, open_picture
+small, large = (open(name, "rb").read() for name in sys.argv[1:])
+assert open_picture(small, {MOST_PIXELS}).size == (16, 16)
+before = resource.getrlimit(resource.RLIMIT_AS)
+try:
+    open_picture(large, {MOST_PIXELS})
+except UnusableImageError:
     assert resource.getrlimit(resource.RLIMIT_AS) == before
+else:
+    raise SystemExit("the tile was decoded")
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "small.tiff"), str(tmp_path / "large.tiff")]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ran.returncode == 0, ran.stderr

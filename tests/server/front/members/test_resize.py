@@ -146,7 +146,7 @@ async def until(is_true: Callable[[], bool]) -> None:
 
 
 def check_as_before(service: PlayedService, operation: Operation, num_ranks: int, reason: str) -> None:
-    """Check that a failed operation has left nothing."""
+    """Check that a failed operation has left nothing. The members of the next epoch may meet before its end or afterwards."""
     assert (operation.phase, service.epochs.num_ranks, service.resize_of.num_ranks) == (
         ResizePhase.FAILED,
         num_ranks,
@@ -154,9 +154,10 @@ def check_as_before(service: PlayedService, operation: Operation, num_ranks: int
     )
     assert reason in (operation.error or "")
     assert service.home is not None and service.home.num_ranks == num_ranks
-    assert service.told[-1] == ("keep", num_ranks)
+    assert [each for each in service.told if each[0] in ("start", "keep")][-1] == ("keep", num_ranks)
     assert json.loads(service.file.read_text())["num_ranks"] == num_ranks
-    assert service.resize_of.why_paused() is None and service.kinds()[-1] == "resize_failed"
+    assert service.resize_of.why_paused() is None
+    assert [kind for kind in service.kinds() if kind.startswith("resize")][-1] == "resize_failed"
 
 
 def test_a_service_grows(tmp_path: Path) -> None:
