@@ -62,16 +62,17 @@ def test_without_a_gpu_its_backends_are_a_named_error(pool_of: PoolOf) -> None:
         assert nvshmem.startswith("nvshmem cannot be used: this machine has no CUDA device")
 
 
-def test_other_kernels_than_ours_are_refused() -> None:
-    refusing = Buffer(_group_of_one(), kernels="cutlass")
+@pytest.fixture
+def group_of_one() -> Iterator[Any]:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_other_kernels_than_ours_are_refused(group_of_one: Any) -> None:
+    refusing = Buffer(group_of_one, kernels="cutlass")
     with pytest.raises(ValueError, match="kernels is 'cutlass'; it must be one of auto, triton"):
         refusing.clean_low_latency_buffer(1, 1, 1)
-
-
-def _group_of_one() -> Any:
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    return dist.group.WORLD
 
 
 def make_groups() -> tuple[bool, bool, int, float]:
