@@ -24,6 +24,8 @@ from server.machine.parent_death import die_with_parent
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # the ones torchrun forwards
 DRAIN_SIGNAL = signal.SIGUSR1  # from serve to workers: stop after open requests have ended
+# From the kernel to a worker: its parent ended. Not a stop signal: the pid of the parent may change only after the signal has arrived.
+PARENT_END_SIGNAL = signal.SIGPWR
 # For a front. During its imports this signal kills it without a traceback; SIGINT would print one.
 END_NOW_SIGNAL = signal.SIGUSR2
 # A front's addresses, as JSON: for engines, and for a replacement front.
@@ -183,7 +185,7 @@ def _reap(child: Child) -> None:
 
 
 class StopSignals:
-    """A context in which stop signals make `fd` readable instead of ending the process."""
+    """A context in which stop signals, and that of the parent's end, make `fd` readable instead of ending the process."""
 
     def __init__(self) -> None:
         self.fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -191,7 +193,8 @@ class StopSignals:
 
     def __enter__(self) -> Self:
         self._fd_before = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
-        self._before = {number: signal.signal(number, _ignore) for number in (*STOP_SIGNALS, DRAIN_SIGNAL)}
+        recorded = (*STOP_SIGNALS, DRAIN_SIGNAL, PARENT_END_SIGNAL)
+        self._before = {number: signal.signal(number, _ignore) for number in recorded}
         return self
 
     def __exit__(self, *_: object) -> None:

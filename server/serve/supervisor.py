@@ -49,6 +49,7 @@ from server.serve.children import (
     END_NOW_SIGNAL,
     FRONT_VARIABLE,
     KEPT_VARIABLE,
+    PARENT_END_SIGNAL,
     READY_VARIABLE,
     STANDBY_VARIABLE,
     SUPERVISOR_STATE_VARIABLE,
@@ -106,7 +107,6 @@ class Supervisor:
         self._engine: Child | None = None
         self._spare: Spare | None = None  # of the current engine
         self._front_host, self._is_standby = "", False
-        self._parent = os.getppid()
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._announced = ""  # the fronts' addresses, as JSON
         self._policy = RestartPolicy(
@@ -231,7 +231,7 @@ class Supervisor:
 
         Under serve, the launcher sends SIGTERM to stop everything after a failure; serve drains with another signal.
         """
-        if os.getppid() != self._parent:  # the kernel sent it at the end of the parent
+        if PARENT_END_SIGNAL in numbers:
             return self._on_parent_end()
         gentle = [DRAIN_SIGNAL] if UNDER_SERVE in self._environment else [DRAIN_SIGNAL, signal.SIGTERM]
         timeout_s = self._options.http.shutdown_timeout_s

@@ -13,7 +13,13 @@ from server.machine.roots import WIDEEP_COMMAND
 from server.options.flag import OptionsError
 from server.options.pools import Role, rank_pool_sizes
 from server.options.table import Options
-from server.serve.children import StopSignals, is_gone, kill_if_it_stays, raise_descriptor_limit
+from server.serve.children import (
+    PARENT_END_SIGNAL,
+    StopSignals,
+    is_gone,
+    kill_if_it_stays,
+    raise_descriptor_limit,
+)
 from server.serve.preflight.checkpoint import with_checkpoint
 from server.serve.preflight.checks import check_start, say_notes
 from server.serve.preflight.device import choose_device, on_device
@@ -52,7 +58,7 @@ def run_worker(
     """
     agent = find_agent()
     parent_fd, agent_fd = os.pidfd_open(os.getppid()), os.pidfd_open(agent)
-    die_with_parent(signal.SIGTERM)  # ends this process while it has no children; later it is a stop signal
+    die_with_parent(PARENT_END_SIGNAL)  # ends this process while it has no children
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     raise_descriptor_limit()  # for the engine, and the front
     try:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dispatch.ports import free_port
-from server.serve.children import END_NOW_SIGNAL, children_of
+from server.serve.children import END_NOW_SIGNAL, PARENT_END_SIGNAL, children_of
 from server.serve.restarts import MAX_RESTARTS
 from tests.support.models.fake_checkpoint import write_checkpoint
 from tests.support.service.fake_child import KV_CACHE_BYTES
@@ -108,6 +108,17 @@ def test_under_serve_sigterm_is_torchruns_and_ends_all_at_once(model: Path) -> N
         service.process.send_signal(signal.SIGTERM)
         assert service.end()[0] == 0
         assert ended_by(service, "front-0") == END_NOW_SIGNAL.name
+
+
+def test_the_signal_of_the_parents_end_fails_the_rank_even_if_the_parents_pid_is_still_the_old_one(
+    model: Path,
+) -> None:
+    with start_worker(model, place()) as service:
+        service.wait_for_output("serving on")
+        service.process.send_signal(PARENT_END_SIGNAL)
+        assert service.end()[0] == 1
+        assert ended_by(service, "front-0") == END_NOW_SIGNAL.name
+        assert "the parent process of rank 0 is gone" in service.output()
 
 
 @pytest.mark.slow
@@ -400,8 +411,11 @@ def test_the_worker_on_the_standbys_node_starts_a_front_that_stands_by(model: Pa
             assert engine["env"]["WIDEEP_FRONT"] is None
             assert engine["env"]["WIDEEP_KEPT"] == front["env"]["WIDEEP_KEPT"]
             service.wait_for_output("serving on")
-            service.process.send_signal(signal.SIGINT)
-            assert service.end()[0] == 0
+            service.process.send_signal(PARENT_END_SIGNAL)
+            assert service.end()[0] == 1
+            assert not (service.directory / "front-1.ended-by").exists(), (
+                "it is killed: it does not end in order"
+            )
 
 
 @pytest.mark.parametrize(
