@@ -100,7 +100,12 @@ def listed_images(images: Any, field: str) -> list[ImagePart]:
 
 
 async def encode_images(
-    prompt_ids: Sequence[int], parts: Sequence[ImagePart], taken: ImageInput, *, param: str = "messages"
+    prompt_ids: Sequence[int],
+    parts: Sequence[ImagePart],
+    taken: ImageInput,
+    *,
+    prompt_field: str | None = None,
+    images_field: str = "images",
 ) -> tuple[list[int], PromptImages]:
     """Read and encode a prompt's images.
 
@@ -108,7 +113,8 @@ async def encode_images(
         prompt_ids: Tokens of the rendered prompt, with one token for each image.
         parts: The images, in order.
         taken: Reads and encodes them.
-        param: Field of the prompt, for errors: messages, or prompt if the client wrote the image tokens.
+        prompt_field: The prompt's name in errors if the client wrote the image tokens. None means a rendered chat.
+        images_field: The name of the list of images in errors about such a prompt.
 
     Returns:
         The tokens with one for each row of the images, and the images at their places.
@@ -122,16 +128,17 @@ async def encode_images(
             parts[taken.most_images].where,
         )
     num_shown = sum(token_id == taken.tokens.shown for token_id in prompt_ids)
-    if num_shown != len(parts) and param == "prompt":
+    if num_shown != len(parts) and prompt_field is not None:
         raise bad_request(
-            f"prompt has the image token {num_shown} times, but images has {len(parts)} parts; write it once for each.",
-            param,
+            f"{prompt_field} has the image token {num_shown} times, but {images_field} has {len(parts)} parts; "
+            "write it once for each.",
+            prompt_field,
         )
     if num_shown != len(parts):
         raise bad_request(
             f"The rendered prompt shows {num_shown} images, but the messages have {len(parts)}: a text contains the image "
             "token, or the chat template does not show images in this role.",
-            param,
+            "messages",
         )
     tasks = [asyncio.ensure_future(_encoded(part, taken)) for part in parts]
     try:

@@ -155,6 +155,7 @@ class OwnFields(NamedTuple):
     default_max_tokens: int | None = None
     num_prompt_logprobs: int | None = None  # if more than the request's prompt_logprobs
     shows_prompt_once: bool = False  # the prompt's log-probabilities, instead of with each choice
+    images_field: str = "images"
 
 
 class Message(BaseModel):

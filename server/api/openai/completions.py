@@ -97,12 +97,16 @@ async def _with_images(
     """
     if not body.images:
         return prompts, NO_IMAGES
-    parts = listed_images(body.images, "images")
+    field, prompt_field = body.own().images_field, body.own().prompt_field
+    parts = listed_images(body.images, field)
     if model.images is None:
-        raise bad_request(f"images: this model supports only text, because {model.why_no_images}.", "images")
+        raise bad_request(f"{field}: this model supports only text, because {model.why_no_images}.", field)
     if len(prompts) != 1:
-        raise bad_request(f"prompt has {len(prompts)} prompts; images belong to a single one.", "prompt")
-    prompt_ids, images = await encode_images(prompts[0], parts, model.images, param="prompt")
+        reason = f"{prompt_field} has {len(prompts)} prompts; images belong to a single one."
+        raise bad_request(reason, prompt_field)
+    prompt_ids, images = await encode_images(
+        prompts[0], parts, model.images, prompt_field=prompt_field, images_field=field
+    )
     return [prompt_ids], images
 
 

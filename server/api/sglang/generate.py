@@ -21,6 +21,7 @@ from starlette.responses import Response
 
 from scheduler.policy.request import FinishReason, Logprobs
 from server.api.answer_json import cached_by_tier, event
+from server.api.images import FIELD
 from server.api.openai.completions import open_completion
 from server.api.schemas import MAX_LOGPROBS, CompletionRequest, OwnFields
 from server.api.served import ServedModel
@@ -70,6 +71,9 @@ class GenerateRequest(BaseModel):
     top_logprobs_num: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     return_text_in_logprobs: bool | None = None
     lora_path: str | None = None  # the name of a loaded adapter
+    image_data: Any = (
+        None  # a URL or base64 text, or a list of them, one for each image token; checked in `_image_parts`
+    )
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -88,6 +92,7 @@ class _Completion(CompletionRequest):
             max_tokens_field=f"{_WHERE}.max_new_tokens",
             default_max_tokens=DEFAULT_MAX_NEW_TOKENS,
             logprobs_field="top_logprobs_num",
+            images_field="image_data",
         )
 
 
@@ -153,9 +158,34 @@ def completion_of(body: GenerateRequest) -> CompletionRequest:
         "stream": body.stream,
         "logprobs": num_top if body.return_logprob else None,
         "prompt_logprobs": num_top if body.wants_prompt_logprobs else None,
+        "images": _image_parts(body.image_data),
     }
     with named_by(_OWN_NAMES):
         return validated(_Completion.model_validate, fields)
+
+
+def _image_parts(given: Any) -> list[dict[str, str]] | None:
+    """Return images as parts of a chat. A text without a scheme is base64; file names need `file://`.
+
+    Raises:
+        ApiError: 400 if they are not texts.
+    """
+    if not given:
+        return None
+    is_one = isinstance(given, str)
+    images = [given] if is_one else given
+    if not isinstance(images, list) or not all(isinstance(image, str) for image in images):
+        raise bad_request(
+            "image_data must be a URL or a base64 text, or a list of them for one prompt.", "image_data"
+        )
+    return [
+        {
+            "type": "image",
+            "image": image if ":" in image[:8] else f"data:;base64,{image}",
+            FIELD: "image_data" if is_one else f"image_data.{number}",
+        }
+        for number, image in enumerate(images)
+    ]
 
 
 def _refuse_others(fields: dict[str, Any], where: str) -> None:

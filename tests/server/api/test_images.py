@@ -171,6 +171,7 @@ def test_a_service_without_a_tower_refuses_images_on_every_endpoint(front: Front
     block, part = {"type": "image", "source": source}, {"type": "input_image", "image_url": "data:,"}
     for path, body, where in (
         ("/v1/completions", {"prompt": "x", "images": [IMAGE]}, "images"),
+        ("/generate", {"text": "x", "image_data": "AAAA"}, "image_data"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": [IMAGE]}]}, WHERE),
         ("/v1/responses", {"input": [{"role": "user", "content": [part]}]}, "input.0.content.0"),
         (
@@ -179,7 +180,8 @@ def test_a_service_without_a_tower_refuses_images_on_every_endpoint(front: Front
             "messages.0.content.0",
         ),
     ):
-        answer = front.post(path, json={"model": "tiny", **body})
+        named = {} if path == "/generate" else {"model": "tiny"}
+        answer = front.post(path, json={**named, **body})
         assert answer.status_code == 400
         message = answer.json()["error"]["message"]
         assert message.startswith(where) and "it has no image tower" in message

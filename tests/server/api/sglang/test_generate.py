@@ -204,7 +204,7 @@ def test_stop_token_ids_beyond_the_vocabulary_are_never_seen(front: FrontProcess
     [
         ({}, "text", "Set either text or input_ids"),
         ({"text": "a", "input_ids": [5]}, "text", "Set either text or input_ids"),
-        ({"text": "a", "image_data": "x"}, "image_data", "not supported by this server; leave it out"),
+        ({"text": "a", "video_data": "x"}, "video_data", "not supported by this server; leave it out"),
         ({"text": "a", "lora_path": "x"}, "lora_path", "not a loaded adapter"),
         ({"text": "a", "sampling_params": {"stop_regex": "a*"}}, "stop_regex", "matches the empty text"),
         ({"text": "a", "sampling_params": {"stop_regex": ["^a"]}}, "stop_regex", "'^a' cannot be used"),

@@ -183,6 +183,44 @@ def test_images_that_do_not_fit_a_completion_are_refused(
     assert answer.status_code == 400 and error["param"] == param and reason in error["message"]
 
 
+@pytest.mark.parametrize("in_base64", [False, True])
+def test_sglangs_generate_takes_one_image_for_each_image_token(seeing: FrontProcess, in_base64: bool) -> None:
+    word = f"generated {in_base64}"
+    wanted = asked(seeing, f"as a chat {in_base64}", WIDE, TALL)
+    messages = chat(WIDE, TALL, text=word)["messages"]
+    rendered = seeing.post("/tokenize", json={"model": "tiny", "messages": messages}).json()["tokens"]
+    seeing.script(word, "fine")
+    images = [base64_of(each) if in_base64 else data_url(each) for each in (WIDE, TALL)]
+    answer = seeing.post("/generate", json={"input_ids": rendered, "image_data": images})
+    assert answer.status_code == 200, answer.text
+    found = seeing.asked(word)
+    assert [image.digest for image in found.images] == [image.digest for image in wanted.images]
+    assert answer.json()["meta_info"]["prompt_tokens"] == len(found.prompt_ids) == len(rendered) + 14
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "reason"),
+    [
+        ({"image_data": 5}, "image_data", "must be a URL or a base64 text, or a list"),
+        ({"image_data": [[base64_of(WIDE)]]}, "image_data", "must be a URL or a base64 text, or a list"),
+        ({"image_data": "%%%"}, "image_data", "is not valid base64"),
+        ({"image_data": ["ftp://x/y"]}, "image_data.0", "must be a data, http or https URL"),
+        ({"image_data": [base64_of(WIDE)] * 2}, "input_ids", "but image_data has 2 parts"),
+        (
+            {"image_data": base64_of(WIDE), "input_ids": [[1], [3]]},
+            "input_ids",
+            "images belong to a single one",
+        ),
+    ],
+)
+def test_images_that_do_not_fit_a_generation_are_refused(
+    fields: dict[str, Any], param: str, reason: str, seeing: FrontProcess
+) -> None:
+    answer = seeing.post("/generate", json={"input_ids": [5, IMAGE_TOKEN, 6], **fields})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["param"] == param and reason in error["message"], error
+
+
 def offline(front: FrontProcess, *chats: dict[str, Any], params: SamplingParams) -> list[RequestOutput]:
     """Have `LLM` answer chats."""
     questions = [Question(place, {"messages": body["messages"]}, params) for place, body in enumerate(chats)]
