@@ -145,12 +145,13 @@ def test_a_drained_rank_hands_its_streams_on_and_their_blocks_come_from_host_mem
         body = {"rank": 0, "undo": undo}
         httpx.post(f"{service.url}/ranks/drain", json=body, timeout=60).raise_for_status()
 
-    for _ in range(10):  # on a busy machine, all answers may end before the drain begins
+    # On a busy machine, all answers may end before the drain begins, or their blocks may be saved after it.
+    for _ in range(10):
         flush(service)
         streams = stream_all(service.url, bodies, pieces=5, then=drain)
         drain(undo=True)
         assert [stream.said for stream in streams] == expected
-        if figure(service, "wideep:request_moves_total") > moved:
+        if figure(service, "wideep:kv_tier_load_bytes_total", 'tier="host"') > before:
             break
     assert figure(service, "wideep:request_moves_total") > moved, "no stream moved"
     assert figure(service, "wideep:kv_tier_load_bytes_total", 'tier="host"') > before
