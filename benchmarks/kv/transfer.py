@@ -35,7 +35,7 @@ import torch
 from benchmarks.card import environment_card, print_card, print_tail, save_result
 from kvcache.paged_cache import BLOCK_TOKENS, LayerShape, PagedCache
 from kvcache.prefix import ROOT_KEY, PrefixIndex
-from kvcache.tiers.early import Layers
+from kvcache.tiers.early import WrittenLayers
 from kvcache.tiers.jobs import FetchJob, LoadJob, SaveJob
 from kvcache.tiers.opening import Kinds, open_host
 from kvcache.tiers.peers import PeerNetwork, Peers
@@ -77,7 +77,7 @@ class TransferEnd:
         self.tiers = Tiers(
             [self._tier],
             lambda: Units(CacheUnit(block_parts(self.cache)), CacheUnit([])),
-            layers=Layers(self.cache.progress, parts_after(self.cache)),
+            layers=WrittenLayers(self.cache.progress, parts_after(self.cache)),
         )
         self.peers = Peers(
             self.tiers, self._tier, PeerNetwork(self._host, _SECRET),

@@ -27,7 +27,7 @@ _MASK = (1 << 64) - 1
 _MOST_COPIES = 32  # of a block: with many layers, several are copied at once
 
 
-class Layers(NamedTuple):
+class WrittenLayers(NamedTuple):
     """How the layers of a cache show what they have written."""
 
     progress: Progress
@@ -57,7 +57,7 @@ class _Begun:
 class EarlySaves:
     """Saves blocks while their step runs. For the thread that saves."""
 
-    def __init__(self, unit: CacheUnit, layers: Layers, store: RecordStore) -> None:
+    def __init__(self, unit: CacheUnit, layers: WrittenLayers, store: RecordStore) -> None:
         self._unit, self._layers, self._store = unit, layers, store
         self._begun: dict[bytes, _Begun] = {}
         self._fewest_parts = -(-layers.parts_after[-1] // _MOST_COPIES)

@@ -20,7 +20,7 @@ from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 from typing import Any, NamedTuple, Protocol
 
-from kvcache.tiers.early import EarlyLoads, EarlySaves, Layers
+from kvcache.tiers.early import EarlyLoads, EarlySaves, WrittenLayers
 from kvcache.tiers.figures import TierFigures
 from kvcache.tiers.jobs import EarlySave, FetchJob, LoadJob, PeerAddress, SaveJob
 from kvcache.tiers.records import SECRET_BYTES, ReadResult, RecordStore
@@ -81,7 +81,7 @@ class Tiers:
         *,
         enter_thread: Callable[[], None] = lambda: None,
         on_idle: Callable[[], None] = lambda: None,
-        layers: Layers | None = None,
+        layers: WrittenLayers | None = None,
     ) -> None:
         """Start the threads.
 

@@ -121,7 +121,7 @@ class PackedExpertLayer:
             if int((of_groups[copies::copies] - of_groups[1::copies]).sum()):  # some pair has an adapter
                 count = slot_offsets.data_ptr() + 8 * up.num_slots
                 sorted_pairs = Groups(of_groups.data_ptr(), up.num_slots, copies, count)
-                adapted = AdaptedPairs(self, sorted_pairs, x_NH.data_ptr(), row_P.data_ptr())
+                adapted = AdaptedPairRows(self, sorted_pairs, x_NH.data_ptr(), row_P.data_ptr())
         offsets, gathered = slot_offsets.data_ptr(), _Rows(up.format, pairs)
         num_pairs = offsets + 8 * up.num_slots  # address of their number
         given, num_given = _Rows(up.format, len(x_NH), x_NH), np.array([len(x_NH)])
@@ -165,7 +165,7 @@ class PackedExpertLayer:
         )
 
 
-class AdaptedPairs:
+class AdaptedPairRows:
     """Program rows for one layer's pairs if some have adapters. Arguments are addresses."""
 
     def __init__(self, layer: PackedExpertLayer, groups: Groups, x: int, row_of: int) -> None:

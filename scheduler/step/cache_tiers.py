@@ -11,7 +11,7 @@ from torch.distributed import Store
 from dispatch.wires.segment import identify_process
 from kvcache.gpu.unit import DeviceUnit
 from kvcache.paged_cache import BLOCK_TOKENS, PagedCache
-from kvcache.tiers.early import Layers
+from kvcache.tiers.early import WrittenLayers
 from kvcache.tiers.opening import Kinds, open_disk, open_host
 from kvcache.tiers.peers import PeerNetwork, Peers
 from kvcache.tiers.records import RecordLayout, StoreError
@@ -58,7 +58,7 @@ def open_tiers(
             tiers.insert(0, open_host(kinds, size, store=store, host=host, secret=secret))
     except StoreError as error:
         raise ConfigError(str(error)) from error
-    layers = Layers(cache.progress, parts_after(cache)) if unit_of is CacheUnit else None
+    layers = WrittenLayers(cache.progress, parts_after(cache)) if unit_of is CacheUnit else None
     opened = Tiers(tiers, make_units, enter_thread=enter_thread, layers=layers)
     if network is not None and config.kv_offloading_bytes:
         memory = hashlib.sha256(host.encode()).hexdigest()[:16]

@@ -1,7 +1,7 @@
 """The messages between a supervisor and its children, and the state that a supervisor leaves to its replacement.
 
 A child reports on a pipe, one message per line, as a JSON object with the message's fields. The front writes `FrontAddresses` to
-`--ready-fd`. An engine writes to WIDEEP_READY_FD: `ServiceAddress`; `CacheBytes`; `Ready` when it serves; then `Beat` several times a
+`--ready-fd`. An engine writes to WIDEEP_READY_FD: `ServiceUrl`; `CacheBytes`; `Ready` when it serves; then `Beat` several times a
 second until `Leaving`. If the beats stop earlier, the engine hangs (`watchdog`): it is killed and restarted.
 
 In the other direction a child gets its command line and variables: WIDEEP_FRONT has the front's addresses, for an engine and for
@@ -46,7 +46,7 @@ def ranks_addresses(announced: Mapping[str, str]) -> list[str]:
     return [announced["ranks_address"], *announced.get(_OTHERS, "").split()]
 
 
-class ServiceAddress(NamedTuple):
+class ServiceUrl(NamedTuple):
     """The service's URL as seen from the engine's node."""
 
     http: str
@@ -76,7 +76,7 @@ class Leaving(NamedTuple):
     leaving: bool = True
 
 
-FromChild = FrontAddresses | ServiceAddress | CacheBytes | Ready | Beat | Leaving
+FromChild = FrontAddresses | ServiceUrl | CacheBytes | Ready | Beat | Leaving
 MessageT = TypeVar("MessageT")
 _CLASSES: dict[tuple[str, ...], type[FromChild]] = {each._fields: each for each in get_args(FromChild)}
 

@@ -44,7 +44,7 @@ from server.serve.greeting import greeting, ranks_in_words, summary
 from server.serve.launcher import num_rank_folders
 from server.serve.preflight.checkpoint import with_checkpoint
 from server.serve.preflight.checks import check_start, say_notes
-from server.serve.preflight.device import Device, choose_device, on_device
+from server.serve.preflight.device import ChosenDevice, choose_device, on_device
 from server.serve.preflight.machine import problems_at_start, say_problems
 from server.serve.preflight.memory import usable_cores
 from server.serve.preflight.model import PreflightError
@@ -125,7 +125,7 @@ def _prepare(options: Options) -> Options:
     return options if options.port or options.uds else replace(options, port=free_port(options.host))
 
 
-def _num_ranks(options: Options, device: Device) -> int:
+def _num_ranks(options: Options, device: ChosenDevice) -> int:
     """Return the number of ranks of all pools, or of the only one.
 
     Raises:

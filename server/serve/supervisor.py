@@ -40,7 +40,7 @@ from server.serve.child_messages import (
     Leaving,
     MessagePipe,
     Ready,
-    ServiceAddress,
+    ServiceUrl,
     SupervisorState,
     announcement,
 )
@@ -444,7 +444,7 @@ class Supervisor:
             case FrontAddresses():
                 self._reap_orphans()
                 self._on_front_addresses(message, number)
-            case ServiceAddress(http):
+            case ServiceUrl(http):
                 self._http = http
             case CacheBytes(num_bytes):
                 self._keep_cache(num_bytes)

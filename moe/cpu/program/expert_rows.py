@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moe.cpu.experts import AdaptedPairs, PackedExpertLayer
+from moe.cpu.experts import AdaptedPairRows, PackedExpertLayer
 from moe.cpu.kernels.local_experts import CLOCK
 from moe.cpu.kernels.low_rank import SPLIT, Groups
 from moe.cpu.kernels.products import GATHER
@@ -71,7 +71,7 @@ def expert_rows(
     adding: Rows = []
     if copies > 1:
         groups = Groups(asked.offsets, num_slots, copies, plain + 8 * num_slots)
-        adapted = AdaptedPairs(layer, groups, asked.x_ND.data_ptr(), asked.row_of)
+        adapted = AdaptedPairRows(layer, groups, asked.x_ND.data_ptr(), asked.row_of)
         both = activations.room("both", up.width, rows=pairs).data_ptr()
         raising += [
             up.product_row(gathered, plain, both),

@@ -23,7 +23,7 @@ LEAST_LOAD = 0.2  # per rank; with less, a missed target has another cause
 _ALMOST = 1e-9  # of a rank: loads are quotients
 
 
-class Sample(NamedTuple):
+class LoadSample(NamedTuple):
     """The load of a service at one moment."""
 
     time_s: float
@@ -75,7 +75,7 @@ class State(NamedTuple):
     missed: str = ""  # that target
 
 
-class Decision(NamedTuple):
+class SizeChange(NamedTuple):
     """A change of the number of ranks."""
 
     time_s: float
@@ -84,7 +84,7 @@ class Decision(NamedTuple):
     why: str
 
 
-def decide(policy: Policy, state: State, sample: Sample) -> tuple[State, Decision | None]:
+def decide(policy: Policy, state: State, sample: LoadSample) -> tuple[State, SizeChange | None]:
     """Return the state after a sample, and the change that the policy makes, or None."""
     now_s, load = sample.time_s, _load_of(policy, sample)
     since_s = now_s - max(policy.up_after_s, policy.down_after_s)
@@ -99,7 +99,7 @@ def decide(policy: Policy, state: State, sample: Sample) -> tuple[State, Decisio
     return state, decision
 
 
-def replay(policy: Policy, size: int, samples: Sequence[Sample]) -> Iterator[Decision]:
+def replay(policy: Policy, size: int, samples: Sequence[LoadSample]) -> Iterator[SizeChange]:
     """Yield the changes of the size, during samples in the order of time."""
     state = State(size)
     for sample in samples:
@@ -108,12 +108,12 @@ def replay(policy: Policy, size: int, samples: Sequence[Sample]) -> Iterator[Dec
             yield decision
 
 
-def load_of(policy: Policy, sample: Sample) -> float:
+def load_of(policy: Policy, sample: LoadSample) -> float:
     """Return how many ranks would run a sample's load at the target use."""
     return _load_of(policy, sample).ranks
 
 
-def _load_of(policy: Policy, sample: Sample) -> _Load:
+def _load_of(policy: Policy, sample: LoadSample) -> _Load:
     by_seats = sample.requests * sample.ranks / (sample.seats * policy.use)
     by_memory = sample.kv_usage * sample.ranks / policy.use
     if by_memory > by_seats:
@@ -122,7 +122,7 @@ def _load_of(policy: Policy, sample: Sample) -> _Load:
     return _Load(sample.time_s, by_seats, f"{sample.requests} running and waiting requests")
 
 
-def _with_knee(policy: Policy, state: State, sample: Sample, load: _Load) -> State:
+def _with_knee(policy: Policy, state: State, sample: LoadSample, load: _Load) -> State:
     """Learn from a missed target at which load per rank targets are missed."""
     per_rank, now_s = load.ranks / sample.ranks, sample.time_s
     missed = next(_missed(policy, sample), None)
@@ -138,7 +138,7 @@ def _with_knee(policy: Policy, state: State, sample: Sample, load: _Load) -> Sta
     return state
 
 
-def _missed(policy: Policy, sample: Sample) -> Iterator[str]:
+def _missed(policy: Policy, sample: LoadSample) -> Iterator[str]:
     """Yield the targets that a sample misses, as text."""
     for name, value, target in (
         ("the time to the first token (p99)", sample.ttft_s, policy.ttft_s),
@@ -168,7 +168,7 @@ def _has_waited(state: State, now_s: float, wait_s: float) -> bool:
     return all(time_s is None or now_s - time_s >= wait_s for time_s in times_s)
 
 
-def _growth(policy: Policy, state: State, now_s: float) -> Decision | None:
+def _growth(policy: Policy, state: State, now_s: float) -> SizeChange | None:
     if not _has_waited(state, now_s, policy.up_after_s):
         return None
     recent = [load for load in state.loads if load.time_s >= now_s - policy.up_after_s]
@@ -181,10 +181,10 @@ def _growth(policy: Policy, state: State, now_s: float) -> Decision | None:
     why = f"{load.why} need {load.ranks:.1f} ranks"
     if load.ranks <= state.size:  # the load is not the cause
         why = f"at least {after} ranks are allowed" if state.size < policy.sizes[0] else state.missed
-    return Decision(now_s, state.size, after, why)
+    return SizeChange(now_s, state.size, after, why)
 
 
-def _shrinkage(policy: Policy, state: State, now_s: float) -> Decision | None:
+def _shrinkage(policy: Policy, state: State, now_s: float) -> SizeChange | None:
     if not _has_waited(state, now_s, policy.down_after_s):
         return None
     recent = [load for load in state.loads if load.time_s >= now_s - policy.down_after_s]
@@ -196,4 +196,4 @@ def _shrinkage(policy: Policy, state: State, now_s: float) -> Decision | None:
     why = f"{load.why} needed at most {load.ranks:.1f} ranks for {policy.down_after_s:g} s"
     if state.size > policy.sizes[-1]:
         why = f"at most {policy.sizes[-1]} ranks are allowed"
-    return Decision(now_s, state.size, after, why)
+    return SizeChange(now_s, state.size, after, why)

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from server.clients.autoscale.policy import Decision, Policy, Sample, State, decide, load_of, replay
+from server.clients.autoscale.policy import LoadSample, Policy, SizeChange, State, decide, load_of, replay
 from server.http.client import ServiceClient, ServiceError, api_key_of
 from server.machine.interrupts import terminate_as_interrupt
 from server.machine.lines import printable
@@ -104,7 +104,7 @@ def _sizes(service: ServiceClient, present: int, sizes: Iterable[int], *, is_dry
     )
 
 
-def _samples(speed: Mapping[str, Any]) -> list[Sample]:
+def _samples(speed: Mapping[str, Any]) -> list[LoadSample]:
     """Return the samples of a response of GET /throughput, without moments at which no rank served."""
     series = speed["series"]
     columns = zip(
@@ -113,7 +113,7 @@ def _samples(speed: Mapping[str, Any]) -> list[Sample]:
         strict=True,
     )
     return [
-        Sample(at_s, ranks, seats, running + waiting, kv_usage, wait_s, ttft_s, itl_s)
+        LoadSample(at_s, ranks, seats, running + waiting, kv_usage, wait_s, ttft_s, itl_s)
         for at_s, ranks, seats, running, waiting, kv_usage, wait_s, ttft_s, itl_s in columns
         if ranks and seats
     ]
@@ -151,8 +151,8 @@ def _history_lines(
     policy: Policy,
     sizes: Sizes,
     present: int,
-    samples: Sequence[Sample],
-    decisions: Sequence[Decision],
+    samples: Sequence[LoadSample],
+    decisions: Sequence[SizeChange],
     last: int,
 ) -> Iterable[str]:
     if not samples:
@@ -172,7 +172,7 @@ def _history_lines(
         yield sizes.note
 
 
-def _sentence(decision: Decision) -> str:
+def _sentence(decision: SizeChange) -> str:
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(decision.time_s))
     return f"{at}  {decision.before} -> {decision.after}  {decision.why}"
 
@@ -201,7 +201,7 @@ class _Loop:
                 self._take(_samples(self._service.get_json("/throughput"))[-1:])
             self._sleep(EVERY_S)
 
-    def _take(self, newest: Sequence[Sample]) -> None:
+    def _take(self, newest: Sequence[LoadSample]) -> None:
         """Act on the newest sample, if there is one that was not seen before."""
         for sample in newest:
             if self._state.loads and sample.time_s <= self._state.loads[-1].time_s:
@@ -211,7 +211,7 @@ class _Loop:
                 self._say(decision)
                 self._resize(decision)
 
-    def _resize(self, decision: Decision) -> None:
+    def _resize(self, decision: SizeChange) -> None:
         """Resize the service. If it refuses or fails, report this, and go on from the number of ranks that it has."""
         form = {
             "new_data_parallel_size": decision.after,
@@ -236,5 +236,5 @@ class _Loop:
             )
         self._state = self._state._replace(size=size)
 
-    def _say(self, decision: Decision) -> None:
+    def _say(self, decision: SizeChange) -> None:
         print(json.dumps(decision._asdict()) if self._as_json else printable(_sentence(decision)), flush=True)

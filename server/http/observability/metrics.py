@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from scheduler.policy.request import DraftCounts, FinishReason, RankStats
 from server.front.timing import Timing
 from server.http.exchanges import HttpExchange
-from server.http.observability.throughput import NO_TARGETS, Targets, Throughput
+from server.http.observability.throughput import NO_TARGETS, LatencyTargets, Throughput
 from server.http.observability.tiers import SOURCES, TierTotals, device_hits
 from server.link.messages import RankFacts
 
@@ -166,7 +166,7 @@ class Metrics:
         num_drafts: int = 0,
         *,
         has_tiers: bool = False,
-        targets: Targets = NO_TARGETS,
+        targets: LatencyTargets = NO_TARGETS,
     ) -> None:
         """Create the families.
 

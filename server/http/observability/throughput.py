@@ -22,14 +22,14 @@ WINDOW_S = 10.0  # for rates, and between log lines
 _LOG = logging.getLogger("wideep.throughput")
 
 
-class Targets(NamedTuple):
+class LatencyTargets(NamedTuple):
     """Times in milliseconds that requests should meet. None disables a target."""
 
     ttft_ms: float | None = None  # to the first token
     itl_ms: float | None = None  # between two tokens
 
 
-NO_TARGETS = Targets()
+NO_TARGETS = LatencyTargets()
 
 
 class Speed(NamedTuple):
@@ -109,7 +109,7 @@ class Throughput:
 
     def __init__(
         self,
-        targets: Targets = NO_TARGETS,
+        targets: LatencyTargets = NO_TARGETS,
         *,
         clock: Callable[[], float] = time.monotonic,
         calendar: Callable[[], float] = time.time,

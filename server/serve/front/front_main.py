@@ -42,7 +42,7 @@ from server.front.members.resize import ResizeRecord
 from server.front.several.seat import Seat
 from server.http.observability.logs import logging_to
 from server.http.observability.metrics import Metrics
-from server.http.observability.throughput import Targets
+from server.http.observability.throughput import LatencyTargets
 from server.link.messages import (
     Claim,
     Claimed,
@@ -202,7 +202,7 @@ async def _run(
         num_ranks,
         options.engine.num_drafts,
         has_tiers=options.engine.has_kv_tiers or options.has_own_pool,  # other pools may have them
-        targets=Targets(options.target_ttft_ms, options.engine.target_itl_ms),
+        targets=LatencyTargets(options.target_ttft_ms, options.engine.target_itl_ms),
     )
     try:
         tokenizer = await asyncio.to_thread(

@@ -209,7 +209,7 @@ Look = Callable[[], tuple[GpuFacts, str]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Device:
+class ChosenDevice:
     """The device of a service, and why it was chosen."""
 
     name: str  # cpu or cuda
@@ -233,7 +233,7 @@ class Device:
         return min((gpu.free_bytes for gpu in self.facts.devices), default=None)
 
 
-def choose_device(wanted: str, look_for_gpus: Look = look) -> Device:
+def choose_device(wanted: str, look_for_gpus: Look = look) -> ChosenDevice:
     """Choose the device.
 
     Args:
@@ -243,18 +243,18 @@ def choose_device(wanted: str, look_for_gpus: Look = look) -> Device:
         PreflightError: cuda is wanted but unusable, or the GPU check failed; the message gives the reason.
     """
     if wanted == "cpu":
-        return Device(name="cpu", reason="set by --device", facts=GpuFacts())
+        return ChosenDevice(name="cpu", reason="set by --device", facts=GpuFacts())
     facts, problem = look_for_gpus()
     if problem and wanted == "cuda":
         raise PreflightError(f"--device is cuda, but it is unusable: {problem}; or use --device cpu")
     if problem:
-        return Device(name="cpu", reason=problem, facts=GpuFacts())
+        return ChosenDevice(name="cpu", reason=problem, facts=GpuFacts())
     names = sorted({gpu.name for gpu in facts.devices})
     found = f"{len(facts.devices)} x {' and '.join(names)}, driver for CUDA {facts.driver or 'of an unknown version'}, triton {facts.triton}"
-    return Device(name="cuda", reason=found, facts=facts)
+    return ChosenDevice(name="cuda", reason=found, facts=facts)
 
 
-def on_device(options: Options, device: Device, *, num_local_ranks: int) -> Options:
+def on_device(options: Options, device: ChosenDevice, *, num_local_ranks: int) -> Options:
     """Fill in the defaults that depend on the device.
 
     Raises:

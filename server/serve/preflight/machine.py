@@ -25,7 +25,7 @@ from server.machine.versions import VersionError, check_transformers, version_of
 from server.options.flag import OptionsError
 from server.options.table import Options
 from server.serve.preflight.checks import check_choices, check_files, check_listener, check_room
-from server.serve.preflight.device import Device, GpuFacts
+from server.serve.preflight.device import ChosenDevice, GpuFacts
 from server.serve.preflight.equal import driver_file, driver_version, source_digest
 from server.serve.preflight.memory import available_bytes, gib, usable_cores
 from server.serve.preflight.model import PreflightError, read_config, safetensors_files
@@ -55,8 +55,8 @@ class Machine:
 
 
 def check_machine(
-    machine: Machine, device: Device, options: Options, *, num_ranks: int, num_nodes: int, has_front: bool
-) -> Iterator[Check]:
+    machine: Machine, device: ChosenDevice, options: Options, *, num_ranks: int, num_nodes: int, has_front: bool,
+) -> Iterator[Check]:  # fmt: skip
     """Check this node, except for the model.
 
     Args:
@@ -174,7 +174,7 @@ def check_processor(machine: Machine) -> Check:
     return warning("processor", f"{found}; {slow}", "use another machine") if slow else ok("processor", found)
 
 
-def check_gpus(machine: Machine, device: Device) -> Iterator[Check]:
+def check_gpus(machine: Machine, device: ChosenDevice) -> Iterator[Check]:
     """Check the driver, GPUs, their links, NCCL and NVSHMEM, from the driver's files and the facts of a child process."""
     driver = driver_version(machine.proc)
     yield (

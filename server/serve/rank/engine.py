@@ -50,7 +50,7 @@ from server.options.flag import OptionsError
 from server.options.pools import Pool
 from server.options.reading import options_from_json
 from server.options.table import Options
-from server.serve.child_messages import Beat, CacheBytes, Leaving, Ready, ServiceAddress, SupervisorPipe
+from server.serve.child_messages import Beat, CacheBytes, Leaving, Ready, ServiceUrl, SupervisorPipe
 from server.serve.children import FRONT_IS_GONE, FRONT_VARIABLE, KEPT_VARIABLE, STANDBY_VARIABLE
 from server.serve.greeting import address_elsewhere
 from server.serve.preflight.adapter_room import rank_adapter_bytes
@@ -126,7 +126,7 @@ def _serve(options: Options, place: Place, environment: Mapping[str, str]) -> No
     in_pool, prefix = _place_in(pool, place), f"pool/{pool.name}"
     supervisor = SupervisorPipe(environment)
     http = front["http"] if FRONT_VARIABLE in environment else address_elsewhere(front)
-    supervisor.send(ServiceAddress(http))
+    supervisor.send(ServiceUrl(http))
     loading = loading_of(
         place.rank, is_restart=num_restarts > 0, in_bytes=(WEIGHTS, EXPERTS), environment=environment
     )

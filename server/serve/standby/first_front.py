@@ -84,7 +84,7 @@ class Following:
     """The standby's connection to the leading front, in a separate thread."""
 
     def __init__(
-        self, first: FirstFront, copies: "Copies", *, cluster_key: bytes | None, silence_s: float
+        self, first: FirstFront, copies: "FileCopies", *, cluster_key: bytes | None, silence_s: float
     ) -> None:
         """`silence_s`: how long the other node's kernel may leave probes unanswered; 0 disables the probes."""
         self._first, self._copies, self._key = first, copies, cluster_key
@@ -186,7 +186,7 @@ def end_first(first: FirstFront, cluster_key: bytes | None) -> bool:
     return False
 
 
-class Copies:
+class FileCopies:
     """The standby's copies of the leading front's files."""
 
     def __init__(self, folder: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from server.serve.standby.first_front import (
     RETRY_S,
-    Copies,
+    FileCopies,
     FirstFront,
     Following,
     end_first,
@@ -41,7 +41,7 @@ async def wait_until_lost(
         silence_s: As for `Following`.
         begun: Set if the service is to end: this front leads no more. `now`: Set when this front must end.
     """
-    copies = Copies(copies_in(folder))
+    copies = FileCopies(copies_in(folder))
     while (first := find_first(folder)) is None:  # the engine next to this front writes it
         if now.is_set():
             return None

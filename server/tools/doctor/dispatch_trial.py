@@ -28,7 +28,7 @@ from server.machine.parent_death import die_with_parent
 _WARM_UPS, _RUNS = 2, 5
 
 
-class Sizes(NamedTuple):
+class DispatchSizes(NamedTuple):
     """The dimensions of a dispatch."""
 
     hidden: int
@@ -66,7 +66,7 @@ def _try_sizes(order: dict[str, Any]) -> list[dict[str, float]]:
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
     )
-    sizes = Sizes(**order["sizes"])
+    sizes = DispatchSizes(**order["sizes"])
     slots_per_rank = -(-sizes.experts // world_size)
     dispatcher = Dispatcher(
         open_wire("gloo", dist.group.WORLD, timeout_s=timeout_s), slots_per_rank=slots_per_rank
@@ -77,7 +77,7 @@ def _try_sizes(order: dict[str, Any]) -> list[dict[str, float]]:
         dispatcher.close()
 
 
-def _time_one(dispatcher: Dispatcher, sizes: Sizes, num_tokens: int, rank: int) -> dict[str, float]:
+def _time_one(dispatcher: Dispatcher, sizes: DispatchSizes, num_tokens: int, rank: int) -> dict[str, float]:
     """Dispatch and combine `num_tokens` tokens per node. Returns medians."""
     random = torch.Generator().manual_seed(rank)
     x_TH = torch.randn(num_tokens, sizes.hidden, generator=random).to(torch.bfloat16)

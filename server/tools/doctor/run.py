@@ -20,7 +20,7 @@ from server.options.pools import Pool, num_ranks_of, rank_pool_sizes, single_poo
 from server.options.reading import said_in
 from server.options.table import Options
 from server.serve.preflight.checkpoint import with_checkpoint
-from server.serve.preflight.device import NO_FACTS, Device, choose_device, on_device
+from server.serve.preflight.device import NO_FACTS, ChosenDevice, choose_device, on_device
 from server.serve.preflight.equal import facts_to_compare
 from server.serve.preflight.machine import Machine, check_machine, check_model
 from server.serve.preflight.model import PreflightError
@@ -39,7 +39,7 @@ class _Node(NamedTuple):
     """What is known about this node."""
 
     options: Options  # `model` is a directory if a model was found
-    device: Device
+    device: ChosenDevice
     num_ranks: int  # on this node
     pools: tuple[Pool, ...]  # of all nodes
     directory: Path | None  # of the model
@@ -83,7 +83,7 @@ def _find_node(args: argparse.Namespace, options: Options) -> _Node:
         device = choose_device(options.device)
     except PreflightError as error:
         checks.append(failure("device", str(error)))
-        device = Device(name="cpu", reason=str(error), facts=NO_FACTS)
+        device = ChosenDevice(name="cpu", reason=str(error), facts=NO_FACTS)
     of_pools = 0 if options.pools is None else max(1, (options.given_ranks or 1) // args.nnodes)
     num_ranks = args.nproc_per_node or options.data_parallel_size or of_pools or device.ranks
     try:
@@ -131,7 +131,7 @@ def _check_alone(
         yield not_here("model files", "no MODEL was given")
 
 
-def check_speed(device: Device, measure: Callable[[], GpuRates] = measure_gpu) -> Check:
+def check_speed(device: ChosenDevice, measure: Callable[[], GpuRates] = measure_gpu) -> Check:
     """Measure the first GPU and compare it with the data sheet, if there is one in the table of `wideep size`."""
     try:
         rates = measure()

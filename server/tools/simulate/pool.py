@@ -29,7 +29,7 @@ NEVER_S = np.inf  # the end of no step
 LEAST_STEP_S = 1e-4  # of ranks that only wait for blocks
 
 
-class OpenRequests(Protocol):
+class PoolRequests(Protocol):
     """What a pool reports about its requests, and needs to know of them."""
 
     def told(self, request_id: str, num_tokens: int, at_s: float) -> None:
@@ -73,7 +73,7 @@ class SimulatedPool:
         limits: RankLimits,
         times: StepTimes,
         experts: ExpertBalance,
-        requests: OpenRequests,
+        requests: PoolRequests,
         figures: SimulationFigures,
         *,
         is_stepwise: bool = False,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvcache.paged_cache import LayerShape, PagedCache, StateShape
-from kvcache.tiers.early import EarlyLoads, EarlySaves, Layers
+from kvcache.tiers.early import EarlyLoads, EarlySaves, WrittenLayers
 from kvcache.tiers.jobs import EarlySave, LoadJob, SaveJob
 from kvcache.tiers.opening import Kinds, open_host
 from kvcache.tiers.records import RecordLayout, RecordStore
@@ -46,7 +46,7 @@ class Pair:
         tier = open_host(Kinds(layout, None), 1 << 20, store=None, host="", secret=None)
         self.store: RecordStore = tier.blocks
         self.progress = self.cache.progress
-        self.saves = EarlySaves(self.unit, Layers(self.progress, parts_after(self.cache)), self.store)
+        self.saves = EarlySaves(self.unit, WrittenLayers(self.progress, parts_after(self.cache)), self.store)
         self.loads = EarlyLoads(self.other_unit, self.store)
 
     def begin(self, numbers: Sequence[int]) -> None:

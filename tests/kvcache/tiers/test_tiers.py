@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvcache.paged_cache import LayerShape, PagedCache, StateShape
-from kvcache.tiers.early import Layers
+from kvcache.tiers.early import WrittenLayers
 from kvcache.tiers.jobs import LoadJob, SaveJob
 from kvcache.tiers.opening import Kinds, SharedStore, open_disk, open_host
 from kvcache.tiers.records import RecordLayout, StoreError
@@ -50,7 +50,7 @@ class Rank:
         if host_bytes:
             secret = tiers[0].blocks.secret if tiers else None
             tiers.insert(0, open_host(kinds, host_bytes, store=store, host="here", secret=secret))
-        layers = Layers(self.cache.progress, parts_after(self.cache))
+        layers = WrittenLayers(self.cache.progress, parts_after(self.cache))
         self.tiers = Tiers(tiers, self._units, layers=layers)
 
     def parts(self) -> list[Tensor]:

@@ -21,7 +21,7 @@ from server.front.members.membership import Epochs
 from server.front.timing import Timing, timing_of
 from server.http.observability.gauges import MembershipMetrics, ResizeMetrics, SpeedMetrics
 from server.http.observability.metrics import TTFT_S, Metrics, StepHistogram
-from server.http.observability.throughput import NO_TARGETS, Targets, Throughput
+from server.http.observability.throughput import NO_TARGETS, LatencyTargets, Throughput
 from server.link.messages import RankFacts
 from tests.support.placement.load_reports import RANKS, counts, expert_map, report
 from tests.support.requests.answers import ended_answer, ended_exchange
@@ -311,7 +311,7 @@ def queries_for_autoscalers() -> list[tuple[str, str]]:
 
 
 def test_every_metric_and_label_that_autoscalers_read_exists(metrics: Metrics) -> None:
-    metrics.add(SpeedMetrics(Throughput(Targets(ttft_ms=500.0)), "m"))
+    metrics.add(SpeedMetrics(Throughput(LatencyTargets(ttft_ms=500.0)), "m"))
     resize = Mock(to_json=lambda: STATE, num_ended=Counter())
     metrics.add(ResizeMetrics(resize, "m"))
     found = queries_for_autoscalers()
@@ -326,8 +326,8 @@ def test_every_metric_and_label_that_autoscalers_read_exists(metrics: Metrics) -
 def test_targets_have_a_series_each_and_the_wait_is_always_there() -> None:
     for targets, slos in (
         (NO_TARGETS, set()),
-        (Targets(500.0), {"ttft"}),
-        (Targets(500.0, 50.0), {"ttft", "itl"}),
+        (LatencyTargets(500.0), {"ttft"}),
+        (LatencyTargets(500.0, 50.0), {"ttft", "itl"}),
     ):
         made = Metrics("m", 1, targets=targets)
         made.add(SpeedMetrics(made.throughput, "m"))

@@ -9,7 +9,7 @@ import pytest
 from kvcache.tiers.figures import TierFigures
 from scheduler.policy.request import DraftCounts, RankStats
 from server.http.observability.series import EVERY_S, MOST, Series
-from server.http.observability.throughput import NO_TARGETS, WINDOW_S, Targets, Throughput
+from server.http.observability.throughput import NO_TARGETS, WINDOW_S, LatencyTargets, Throughput
 from tests.support.clock import Clock
 from tests.support.service.dashboard_service import rank_facts
 
@@ -30,7 +30,7 @@ STATS = RankStats(
 class Watched(Throughput):
     """A throughput with a clock that `after` advances, with the front's ticks."""
 
-    def __init__(self, targets: Targets = NO_TARGETS) -> None:
+    def __init__(self, targets: LatencyTargets = NO_TARGETS) -> None:
         self.clock = Clock(0.0)
         super().__init__(targets, clock=self.clock, calendar=lambda: 1_000.0 + self.clock.now_s)
 
@@ -162,7 +162,7 @@ def test_the_wait_is_predicted_from_the_requests_that_began_in_the_window() -> N
 def test_attainment_is_the_share_within_each_target() -> None:
     watched = Watched()
     assert (watched.speed().ttft_attainment, watched.speed().itl_attainment) == (None, None)
-    watched = Watched(Targets(ttft_ms=1000))
+    watched = Watched(LatencyTargets(ttft_ms=1000))
     assert (watched.speed().ttft_attainment, watched.speed().itl_attainment) == (1.0, None), "no traffic"
     for ttft_s in (0.5, 0.5, 3.0, 0.5):
         watched.note_first_token(ttft_s, num_prompt_tokens=7)
@@ -170,7 +170,7 @@ def test_attainment_is_the_share_within_each_target() -> None:
     assert (watched.speed().ttft_attainment, watched.speed().itl_attainment) == (0.75, None)
     watched.after(2 * WINDOW_S)
     assert watched.speed().ttft_attainment == 1.0
-    watched = Watched(Targets(itl_ms=50))
+    watched = Watched(LatencyTargets(itl_ms=50))
     watched.note_tokens(10, {0.02: 9, 0.2: 1})
     assert watched.speed().itl_attainment == 0.9
 

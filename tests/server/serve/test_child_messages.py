@@ -12,7 +12,7 @@ from server.serve.child_messages import (
     Leaving,
     MessagePipe,
     Ready,
-    ServiceAddress,
+    ServiceUrl,
     SupervisorPipe,
     SupervisorState,
     decode,
@@ -21,7 +21,7 @@ from server.serve.child_messages import (
 
 MESSAGES: list[FromChild] = [
     FrontAddresses("http://127.0.0.1:8000", "127.0.0.1:9", "secret"),
-    ServiceAddress("http://127.0.0.1:8000"),
+    ServiceUrl("http://127.0.0.1:8000"),
     CacheBytes(1 << 40),
     Ready(),
     Beat(7),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from server.serve.preflight.device import Device, Gpu, GpuFacts
+from server.serve.preflight.device import ChosenDevice, Gpu, GpuFacts
 from server.serve.preflight.model import PreflightError
 from server.tools.doctor.run import check_speed
 from server.tools.gpu_rates import GpuRates, measure_gpu, rates_on
@@ -33,7 +33,7 @@ def test_a_child_reports_rates_and_its_last_line_if_it_fails() -> None:
     ],
 )
 def test_the_doctor_compares_a_gpu_with_its_data_sheet(copied: float, status: str, says: str) -> None:
-    device = Device(name="cuda", reason="found", facts=H200)
+    device = ChosenDevice(name="cuda", reason="found", facts=H200)
     check = check_speed(device, lambda: GpuRates(copied, 8e14))
     assert (check.status, says in check.text) == (status, True)
 
@@ -42,5 +42,5 @@ def test_the_doctor_reports_a_gpu_that_cannot_be_measured() -> None:
     def fail() -> GpuRates:
         raise PreflightError("the GPU's rates could not be measured: out of memory")
 
-    check = check_speed(Device(name="cuda", reason="found", facts=H200), fail)
+    check = check_speed(ChosenDevice(name="cuda", reason="found", facts=H200), fail)
     assert check.status == "FAILURE" and "out of memory" in check.text

@@ -199,7 +199,7 @@ class BackgroundRuns:
         """Return a run, or None if the response did not run in the background or its events were dropped."""
         return self._runs.get(response_id)
 
-    def follow(self, response_id: str, after: int) -> "Following":
+    def follow(self, response_id: str, after: int) -> "FollowedRun":
         """Return a stream of a run's events.
 
         Args:
@@ -215,7 +215,7 @@ class BackgroundRuns:
                 "this one without stream.",
                 "stream",
             )
-        return Following(run, after + 1)
+        return FollowedRun(run, after + 1)
 
     async def delete(self, response_id: str) -> None:
         """Cancel and delete a run, if it exists."""
@@ -237,7 +237,7 @@ class BackgroundRuns:
             del self._runs[response_id]
 
 
-class Following(Response):
+class FollowedRun(Response):
     """Stream a run's events. The run continues if this client disconnects."""
 
     def __init__(self, run: BackgroundRun, number: int) -> None:

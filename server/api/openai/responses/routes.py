@@ -14,7 +14,7 @@ from server.api.answer_json import chat_logprobs
 from server.api.blocks import DraftChunks, DraftStream, complete
 from server.api.chat_turn import ChatTurn
 from server.api.openai.responses.answer import ResponseDraft
-from server.api.openai.responses.kept import BackgroundRun, BackgroundRuns, Following, ResponseStore
+from server.api.openai.responses.kept import BackgroundRun, BackgroundRuns, FollowedRun, ResponseStore
 from server.api.openai.responses.left_runs import LeftRun, LeftRuns
 from server.api.openai.responses.request import (
     OWN_NAMES,
@@ -129,7 +129,7 @@ async def _create_in(body: ResponsesRequest, name: str, http: HttpRequest, parts
     draft = _draft(body, name, turn)
     if body.background:
         run = _start(body, turn, draft, history, owner, parts)
-        return Following(run, 0) if body.stream else json_response(draft.response)
+        return FollowedRun(run, 0) if body.stream else json_response(draft.response)
     chunks = DraftChunks(
         turn.parser(0), draft, on_end=lambda: _keep(body, draft, history, owner, parts.store)
     )

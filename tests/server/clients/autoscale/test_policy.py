@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.clients.autoscale.policy import Decision, Policy, Sample, State, decide, load_of, replay
+from server.clients.autoscale.policy import LoadSample, Policy, SizeChange, State, decide, load_of, replay
 
 SEATS = 10  # of each rank
 EVERY_S = 5.0
@@ -18,20 +18,20 @@ POLICY = Policy(
 )
 
 
-def sample(time_s: float = 0.0, *, ranks: int = 2, requests: int = 0, **fields: Any) -> Sample:
-    return Sample(time_s, ranks, ranks * SEATS, requests, fields.pop("kv_usage", 0.0), **fields)
+def sample(time_s: float = 0.0, *, ranks: int = 2, requests: int = 0, **fields: Any) -> LoadSample:
+    return LoadSample(time_s, ranks, ranks * SEATS, requests, fields.pop("kv_usage", 0.0), **fields)
 
 
 def run(
     policy: Policy,
     size: int,
-    sample_at: Callable[[float, int], Sample],
+    sample_at: Callable[[float, int], LoadSample],
     *,
     seconds: float,
     every_s: float = EVERY_S,
-) -> list[Decision]:
+) -> list[SizeChange]:
     """Run a policy in a closed loop: its decisions change the size at which the next samples are taken."""
-    state, decisions, now_s = State(size), list[Decision](), 0.0
+    state, decisions, now_s = State(size), list[SizeChange](), 0.0
     while now_s <= seconds:
         state, decision = decide(policy, state, sample_at(now_s, state.size))
         decisions += [] if decision is None else [decision]
@@ -47,7 +47,7 @@ def test_the_load_is_the_larger_of_seats_and_memory() -> None:
 
 def test_it_grows_when_the_ranks_were_too_few_for_the_whole_window() -> None:
     decisions = run(POLICY, 2, lambda now_s, size: sample(now_s, ranks=size, requests=20), seconds=600)
-    assert decisions == [Decision(30.0, 2, 4, "20 running and waiting requests need 4.0 ranks")]
+    assert decisions == [SizeChange(30.0, 2, 4, "20 running and waiting requests need 4.0 ranks")]
 
 
 def test_a_peak_that_is_shorter_than_the_window_changes_nothing() -> None:
@@ -59,7 +59,7 @@ def test_it_shrinks_when_the_largest_load_of_the_window_fits_with_the_margin() -
     load_at = lambda now_s, size: sample(now_s, ranks=size, requests=20 if now_s < 100 else 8)  # noqa: E731
     decisions = run(POLICY, 4, load_at, seconds=3600)
     assert decisions == [
-        Decision(400.0, 4, 2, "8 running and waiting requests needed at most 1.6 ranks for 300 s")
+        SizeChange(400.0, 4, 2, "8 running and waiting requests needed at most 1.6 ranks for 300 s")
     ]
     with_more = dataclasses.replace(POLICY, margin=0.25)
     assert [each.after for each in run(with_more, 4, load_at, seconds=3600)] == [3]
@@ -100,12 +100,12 @@ def test_a_missed_target_lets_a_loaded_service_grow_once_and_it_stays(
 ) -> None:
     policy = dataclasses.replace(POLICY, ttft_s=2.0, itl_s=0.1)
 
-    def load_at(now_s: float, size: int) -> Sample:
+    def load_at(now_s: float, size: int) -> LoadSample:
         return sample(
             now_s, ranks=size, requests=8, **(missed if size < 3 else {"ttft_s": 1.0, "itl_s": 0.05})
         )
 
-    assert run(policy, 2, load_at, seconds=7200) == [Decision(30.0, 2, 3, why)]
+    assert run(policy, 2, load_at, seconds=7200) == [SizeChange(30.0, 2, 3, why)]
     idle = lambda now_s, size: load_at(now_s, size)._replace(requests=0)  # noqa: E731
     assert [each.after for each in run(policy, 2, idle, seconds=7200)] == [1], "more ranks would not help"
     without = dataclasses.replace(policy, ttft_s=None, itl_s=None, wait_s=None)
@@ -158,9 +158,9 @@ def test_a_constant_load_never_has_two_sizes_in_turn(
         sizes=tuple(sorted(sizes)), use=use, margin=margin, ttft_s=1.0, most_step=most_step, down_after_s=60.0
     )
 
-    def load_at(now_s: float, size: int) -> Sample:
+    def load_at(now_s: float, size: int) -> LoadSample:
         """Return the same work on any number of ranks. The target is missed above a load per rank."""
-        found = Sample(now_s, size, size * SEATS, requests, min(1.0, kv_usage * start / size))
+        found = LoadSample(now_s, size, size * SEATS, requests, min(1.0, kv_usage * start / size))
         return found._replace(ttft_s=2.0 if load_of(policy, found) / size > knee else 0.5)
 
     decisions = run(policy, start, load_at, seconds=20_000 if every_s > 100 else 3_000, every_s=every_s)
@@ -191,7 +191,7 @@ def test_any_load_keeps_to_the_limits(
 ) -> None:
     policy = dataclasses.replace(POLICY, sizes=tuple(range(least, most + 1)), most_step=3)
     samples = [
-        Sample(12.0 * at, ranks, ranks * SEATS, requests, kv_usage, wait_s)
+        LoadSample(12.0 * at, ranks, ranks * SEATS, requests, kv_usage, wait_s)
         for at, (ranks, requests, kv_usage, wait_s) in enumerate(loads)
     ]
     size, changed_s = least, 0.0

@@ -16,7 +16,7 @@ from server.machine.report import Check, CheckStatus
 from server.options.reading import options_from_keywords
 from server.options.table import Options
 from server.serve.preflight import machine as doctor
-from server.serve.preflight.device import Device, Gpu, GpuFacts
+from server.serve.preflight.device import ChosenDevice, Gpu, GpuFacts
 from server.serve.preflight.machine import Machine
 from tests.support.models.fake_checkpoint import write_checkpoint
 
@@ -25,8 +25,8 @@ H200 = Gpu(name="NVIDIA H200", capability=(9, 0), free_bytes=140 << 30, total_by
 FACTS = GpuFacts(
     devices=(H200, H200, H200), torch="2.11.0", built_for="13.0", driver="13.1", triton="3.6.0", nccl="2.28.9"
 )
-GPUS = Device(name="cuda", reason="3 x NVIDIA H200", facts=FACTS)
-CPU = Device(name="cpu", reason="this machine has no CUDA device", facts=GpuFacts())
+GPUS = ChosenDevice(name="cuda", reason="3 x NVIDIA H200", facts=FACTS)
+CPU = ChosenDevice(name="cpu", reason="this machine has no CUDA device", facts=GpuFacts())
 ETH0 = Interface("eth0", ("10.0.0.7",))
 LO = Interface("lo", ("127.0.0.1",))
 LIMITS = {resource.RLIMIT_NOFILE: 20_000, resource.RLIMIT_MEMLOCK: 8 << 20}

@@ -18,7 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 from server.link.messages import Copied, FileGone, FilePart, Follow, KeptFile
 from server.link.ranks import Ranks
 from server.serve.standby.first_front import (
-    Copies,
+    FileCopies,
     FirstFront,
     Following,
     end_first,
@@ -69,7 +69,7 @@ class Standby:
     """The standby's front as far as it follows."""
 
     def __init__(self, first: FirstFront, folder: Path, key: bytes | None = None) -> None:
-        self.copies, self.said = Copies(folder), list[str]()
+        self.copies, self.said = FileCopies(folder), list[str]()
         self.following = Following(first, self.copies, cluster_key=key, silence_s=0.0)
         self.lost = asyncio.create_task(asyncio.to_thread(self.following.follow, self.said.append))
 
@@ -179,13 +179,13 @@ async def test_a_standby_that_returns_gets_only_what_has_changed(
         (leading.folder / "changed").write_text("again")
         (leading.folder / "removed").unlink()
         taken: list[str] = []
-        take = Copies.take
+        take = FileCopies.take
 
-        def note(self: Copies, message: Any) -> None:
+        def note(self: FileCopies, message: Any) -> None:
             taken.append(message.path)
             take(self, message)
 
-        monkeypatch.setattr(Copies, "take", note)
+        monkeypatch.setattr(FileCopies, "take", note)
         again = Standby(leading.first, standby.copies.folder, leading.key)
         await until(lambda: leading.events[-1] == "standby_follows")
         assert await copied(leading, again)
@@ -230,7 +230,7 @@ async def test_a_standby_that_does_not_answer_delays_an_answer_only_for_a_while(
     async with following(tmp_path, key) as (leading, standby):
         monkeypatch.setattr("server.serve.standby.leading.COPY_TIMEOUT_S", 0.1)
         halted = threading.Event()
-        monkeypatch.setattr(Copies, "take", lambda *_: halted.wait(WITHIN_S))
+        monkeypatch.setattr(FileCopies, "take", lambda *_: halted.wait(WITHIN_S))
         (leading.folder / "file").write_text("1")
         await asyncio.wait_for(leading.files.wait_until_copied(), WITHIN_S)
         assert contents(standby.copies.folder) == {}
@@ -300,7 +300,7 @@ def part(path: str, offset: int, content: bytes, *, is_last: bool = True) -> Fil
 
 @pytest.mark.parametrize("path", ["../out", "/etc/passwd", "a/../../out", "."])
 def test_a_file_outside_of_the_folder_is_refused(tmp_path: Path, path: str) -> None:
-    copies = Copies(tmp_path / "copies")
+    copies = FileCopies(tmp_path / "copies")
     for message in (part(path, 0, b"x"), FileGone(path)):
         with pytest.raises(ValueError, match="is outside of the folder"):
             copies.take(message)
@@ -308,7 +308,7 @@ def test_a_file_outside_of_the_folder_is_refused(tmp_path: Path, path: str) -> N
 
 
 def test_a_part_that_does_not_fit_its_copy_is_refused(tmp_path: Path) -> None:
-    copies = Copies(tmp_path / "copies")
+    copies = FileCopies(tmp_path / "copies")
     copies.take(part("a", 0, b"12"))
     with pytest.raises(ValueError, match="the copy of a has another length"):
         copies.take(part("a", 3, b"4"))
@@ -317,7 +317,7 @@ def test_a_part_that_does_not_fit_its_copy_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_copy_that_was_cut_off_is_not_seen(tmp_path: Path) -> None:
-    copies = Copies(tmp_path / "copies")
+    copies = FileCopies(tmp_path / "copies")
     copies.take(part("a", 0, b"12"))
     copies.take(part("a", 0, b"345", is_last=False))
     assert (copies.folder / "a").read_bytes() == b"12"
