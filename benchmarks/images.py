@@ -23,11 +23,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.card import environment_card, print_card, print_tail, save_result
 from benchmarks.models.seeing import write_random_model
-from benchmarks.serving.service import HOST, Service
+from benchmarks.serving.service import HOST, Service, metric_samples
 from server.http.client import ServiceClient
 from server.tools.bench.figures import percentile, ttft_s
 from server.tools.bench.stream import STREAMED, StreamClient, StreamedAnswer
@@ -85,13 +84,11 @@ def about(url: str, num_tokens: int = 1) -> dict[str, Any]:
 def seconds_of_parts(url: str) -> dict[str, float]:
     """Return the seconds that all images took so far, by part."""
     with ServiceClient(url) as client:
-        text = client.get_bytes("/metrics").decode()
-    return {
-        sample.labels["part"]: sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.name == "wideep:image_seconds_total"
-    }
+        return {
+            sample.labels["part"]: sample.value
+            for sample in metric_samples(client)
+            if sample.name == "wideep:image_seconds_total"
+        }
 
 
 async def ask(client: StreamClient, body: Mapping[str, Any]) -> StreamedAnswer:

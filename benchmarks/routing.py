@@ -25,10 +25,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from benchmarks.card import environment_card, print_card, print_tail, save_result
-from benchmarks.serving.service import HOST, BenchServiceError, Service
+from benchmarks.serving.service import HOST, BenchServiceError, Service, metric_samples
 from server.http.client import ServiceClient, ServiceError
 from server.tools.bench.figures import figures_of
 from server.tools.bench.flags import objectives, positive, whole
@@ -199,11 +197,10 @@ def _counters(connection: ServiceClient) -> Counter[str]:
     """Return totals over all ranks: seconds in steps ("step"), waits by cause, and moved requests ("moved")."""
     names = {"wideep:step_seconds_total": "step", "wideep:moved_requests_total": "moved"}
     found: Counter[str] = Counter()
-    for family in text_string_to_metric_families(connection.get_bytes("/metrics").decode()):
-        for sample in family.samples:
-            cause = sample.labels.get("cause") if sample.name == "wideep:step_wait_seconds_total" else None
-            if name := cause or names.get(sample.name):
-                found[name] += sample.value  # seconds, or a number of requests
+    for sample in metric_samples(connection):
+        cause = sample.labels.get("cause") if sample.name == "wideep:step_wait_seconds_total" else None
+        if name := cause or names.get(sample.name):
+            found[name] += sample.value  # seconds, or a number of requests
     return found
 
 

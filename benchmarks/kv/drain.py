@@ -21,13 +21,12 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from benchmarks.card import environment_card, print_card, print_tail, save_result
 from benchmarks.serving.closed_loop import ExactPrompts
 from benchmarks.serving.live_answers import LiveAnswer
-from benchmarks.serving.service import HOST, BenchServiceError, Service
+from benchmarks.serving.service import HOST, BenchServiceError, Service, metric_samples
 from server.front.tokenizer import Tokenizer
 from server.http.client import ServiceClient
 from server.serve.preflight.model import resolve_model
@@ -152,8 +151,7 @@ class Drains:
 
     def _samples(self, name: str) -> list[Sample]:
         with self._client() as client:
-            families = text_string_to_metric_families(client.get_bytes("/metrics").decode())
-        return [sample for family in families for sample in family.samples if sample.name == name]
+            return [sample for sample in metric_samples(client) if sample.name == name]
 
     def _client(self) -> ServiceClient:
         return ServiceClient(f"http://{HOST}:{self._port}", answer_timeout_s=2 * DRAIN_S)

@@ -21,12 +21,10 @@ import time
 from collections.abc import Sequence
 from typing import IO, Any, NamedTuple
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from benchmarks.card import environment_card, print_card, print_tail, save_result
 from benchmarks.serving.closed_loop import ExactPrompts
 from benchmarks.serving.live_answers import LiveAnswer, Said
-from benchmarks.serving.service import HOST, BenchServiceError, Service
+from benchmarks.serving.service import HOST, BenchServiceError, Service, metric_samples
 from server.front.tokenizer import Tokenizer
 from server.http.client import ServiceClient
 from server.serve.preflight.model import resolve_model
@@ -141,9 +139,7 @@ def _copies_s(port: int) -> float:
     """Return the seconds that all copies have taken so far."""
     time.sleep(_SETTLE_S)
     with ServiceClient(f"http://{HOST}:{port}") as client:
-        text = client.get_bytes("/metrics").decode()
-    samples = (each for family in text_string_to_metric_families(text) for each in family.samples)
-    return float(sum(each.value for each in samples if each.name in _COPIES))
+        return float(sum(each.value for each in metric_samples(client) if each.name in _COPIES))
 
 
 if __name__ == "__main__":

@@ -26,10 +26,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from benchmarks.card import environment_card, print_card, print_tail, save_result
-from benchmarks.serving.service import HOST, BenchServiceError, Service
+from benchmarks.serving.service import HOST, BenchServiceError, Service, metric_samples
 from kvcache.paged_cache import BLOCK_TOKENS
 from server.http.client import ServiceClient, ServiceError
 from server.serve.preflight.model import PreflightError, resolve_model
@@ -297,12 +295,11 @@ async def _replay(
 def counters_of(connection: ServiceClient) -> Counter[str]:
     """Return totals over all ranks: cached tokens by source, and what the tiers did."""
     found: Counter[str] = Counter()
-    for family in text_string_to_metric_families(connection.get_bytes("/metrics").decode()):
-        for sample in family.samples:
-            if sample.name == "vllm:prompt_tokens_cached_by_source_total":
-                found[sample.labels["source"]] += sample.value
-            elif name := _COUNTERS.get(sample.name):
-                found[name] += sample.value  # bytes, seconds or a number
+    for sample in metric_samples(connection):
+        if sample.name == "vllm:prompt_tokens_cached_by_source_total":
+            found[sample.labels["source"]] += sample.value
+        elif name := _COUNTERS.get(sample.name):
+            found[name] += sample.value  # bytes, seconds or a number
     return found
 
 

@@ -10,9 +10,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Self
+
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from benchmarks.serving.closed_loop import RequestTiming, closed_loop
 from benchmarks.serving.processes import tree
@@ -161,6 +164,12 @@ def greedy_tokens(port: int, prompt: list[int], num_tokens: int) -> list[int]:
         raise BenchServiceError(str(error)) from error
     spelled = answer["choices"][0]["logprobs"]["tokens"]
     return [int(token.removeprefix("token_id:")) for token in spelled]
+
+
+def metric_samples(client: ServiceClient) -> Iterator[Sample]:
+    """Read the service's metrics."""
+    for family in text_string_to_metric_families(client.get_bytes("/metrics").decode()):
+        yield from family.samples
 
 
 async def stream_completion(port: int, prompt: list[int], *, num_tokens: int, **fields: Any) -> RequestTiming:
