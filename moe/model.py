@@ -37,9 +37,8 @@ from moe.families import (
     quantisation_of,
     read_config,
 )
-from moe.load.buffers import restore_buffers
 from moe.load.checkpoint import Checkpoint, CheckpointError
-from moe.load.loader import EXPERTS, Loader, Report
+from moe.load.loader import EXPERTS, Loader, Report, restore_buffers
 from moe.load.plan import LoadPlan
 from moe.load.stored_tensors import StoredTensors
 from moe.load_counts import LoadCounts

@@ -199,3 +199,23 @@ class Loader:
         else:
             del owner._parameters[leaf]
             setattr(owner, leaf, kept)
+
+
+def restore_buffers(model: PreTrainedModel) -> None:
+    """Compute again, on the CPU, the values that no checkpoint contains (rotary frequencies), which were lost on the meta device.
+
+    The family's own initialisation computes them. It must not change the loaded weights, so these are marked as initialised.
+    """
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True
+    for module in model.modules():
+        lost = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+        if not lost:
+            continue
+        for name in lost:
+            module._buffers[name] = torch.empty_like(getattr(module, name), device="cpu")
+        model._init_weights(module)
+    stranded = [
+        name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta
+    ]
+    assert not stranded, f"not materialised: {stranded}"

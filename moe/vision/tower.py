@@ -20,9 +20,8 @@ from transformers import AutoModelForMultimodalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from moe.families import FOREIGN_ERRORS, UnsupportedModelError, quantisation_of, read_config
-from moe.load.buffers import restore_buffers
 from moe.load.checkpoint import Checkpoint
-from moe.load.loader import Loader, Weight
+from moe.load.loader import Loader, Weight, restore_buffers
 from moe.load.plan import LoadPlan
 from moe.load.quantised_weight import QuantisedWeight
 from moe.load.stored_tensors import StoredTensors
