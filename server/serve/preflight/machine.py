@@ -19,13 +19,12 @@ from pathlib import Path
 from dispatch.wires.availability import why_unavailable
 from server.machine import interfaces as network
 from server.machine.lines import say
-from server.machine.processor import why_slow
 from server.machine.report import Check, failure, not_here, ok, warning
 from server.machine.versions import VersionError, check_transformers, version_of
 from server.options.flag import OptionsError
 from server.options.table import Options
 from server.serve.preflight.checks import check_choices, check_files, check_listener, check_room
-from server.serve.preflight.device import ChosenDevice, GpuFacts
+from server.serve.preflight.device import ChosenDevice, GpuFacts, why_slow
 from server.serve.preflight.equal import driver_file, driver_version, source_digest
 from server.serve.preflight.memory import available_bytes, gib, usable_cores
 from server.serve.preflight.model import PreflightError, read_config, safetensors_files

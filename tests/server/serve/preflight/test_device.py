@@ -25,6 +25,7 @@ from server.serve.preflight.device import (
     look,
     on_device,
     why_not,
+    why_slow,
 )
 from server.serve.preflight.memory import float_bytes
 from server.serve.preflight.model import PreflightError
@@ -259,3 +260,22 @@ def test_a_gpus_cache_is_what_its_weights_and_steps_leave() -> None:
         KVMemoryError, match=r"has 100\.0 GiB free, of which --gpu-memory-utilization allows 0.5"
     ):
         gpu_cache_budget(100 * gib, 0.5, 49 * gib, 0)
+
+
+@pytest.mark.parametrize(
+    ("machine", "facts", "said"),
+    [
+        ("x86_64", "flags\t\t: sse4_2 avx avx2 fma\n", ""),
+        ("x86_64", "flags\t\t: sse4_2 avx\nflags\t\t: sse4_2 avx\n", "no AVX2 and no FMA; kernels take"),
+        ("x86_64", "flags : avx avx2\n", "no FMA; kernels"),
+        ("x86_64", "", ""),
+        ("aarch64", "Features : asimd\n", ""),
+    ],
+)
+def test_instructions_that_a_processor_lacks_are_named(machine: str, facts: str, said: str) -> None:
+    found = why_slow(machine, facts)
+    assert said in found and bool(said) == bool(found)
+
+
+def test_the_processor_of_this_machine_is_read() -> None:
+    assert isinstance(why_slow(), str)
