@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from benchmarks.faults.orders import FaultOrders
 from benchmarks.faults.resizes import ResizeCycles
 from tests.support.service.real_service import REPOSITORY, write_tiny_model
 
+Campaign = Callable[..., dict[str, Any]]
 USE_STORE = """
 import os, sys, time
 from kvcache.tiers.records import ReadResult, RecordLayout, RecordStore
@@ -159,25 +161,26 @@ def test_resizes_and_other_faults_are_separate_campaigns(
     assert "--resizes excludes" in capsys.readouterr().err
 
 
-def campaign(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str
-) -> dict[str, Any]:
-    """Run a campaign that must lose, change and leave behind nothing. Return its result."""
+@pytest.fixture
+def campaign(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Campaign:
+    """Return a function that runs a campaign, which must lose, change and leave behind nothing, and returns its result."""
+    model = write_tiny_model(tmp_path / "tiny")
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process keeps its own
-    main(words)
-    *_, told = capsys.readouterr().out.splitlines()
-    result: dict[str, Any] = json.loads(told)
-    # On a busy machine, streams may pause for longer than a campaign allows.
-    assert (result["lost"], result["changed"], result["left_behind"]) == (0, 0, {}), told
-    assert result["unseen_flips"] == 0
-    return result
+
+    def result_of(*words: str) -> dict[str, Any]:
+        main((str(model), *words))
+        *_, told = capsys.readouterr().out.splitlines()
+        result: dict[str, Any] = json.loads(told)
+        # On a busy machine, streams may pause for longer than a campaign allows.
+        assert (result["lost"], result["changed"], result["left_behind"]) == (0, 0, {}), told
+        assert result["unseen_flips"] == 0
+        return result
+
+    return result_of
 
 
 @pytest.mark.slow
-def test_a_campaign_over_tiers_and_moves_loses_and_changes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = write_tiny_model(tmp_path / "tiny")
+def test_a_campaign_over_tiers_and_moves_loses_and_changes_nothing(campaign: Campaign) -> None:
     kinds = (
         "drain two ranks",
         "kill during a drain",
@@ -185,17 +188,14 @@ def test_a_campaign_over_tiers_and_moves_loses_and_changes_nothing(
         "sleep and wake",
         *OF_TIERS,
     )
-    words = (str(model), "--ranks=2", "--tiers", "--open=6", "--tokens=80", f"--kinds={','.join(kinds)}")
-    result = campaign(capsys, monkeypatch, *words)
+    words = ("--ranks=2", "--tiers", "--open=6", "--tokens=80", f"--kinds={','.join(kinds)}")
+    result = campaign(*words)
     assert result["faults"] == len(kinds) and result["answers"] > len(kinds)
     assert result["left_out"] == {} and result["flips"] > 0 and result["moves"] > 0
 
 
 @pytest.mark.slow
-def test_a_campaign_over_links_of_pools_on_two_nodes_loses_and_changes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = write_tiny_model(tmp_path / "tiny")
+def test_a_campaign_over_links_of_pools_on_two_nodes_loses_and_changes_nothing(campaign: Campaign) -> None:
     kinds = (
         "cut transfers",
         "bytes flipped in transit",
@@ -206,18 +206,15 @@ def test_a_campaign_over_links_of_pools_on_two_nodes_loses_and_changes_nothing(
         "kill one",
     )
     words = ("--pools=prefill:2,decode:2", "--nodes=2", "--tiers", "--open=6", "--tokens=80")
-    result = campaign(capsys, monkeypatch, str(model), *words, f"--kinds={','.join(kinds)}")
+    result = campaign(*words, f"--kinds={','.join(kinds)}")
     assert result["left_out"] == {} and result["faults"] == len(kinds)
     assert result["hand_overs"] > 0 and result["flips"] > 0
 
 
 @pytest.mark.slow
-def test_a_campaign_of_resizes_loses_changes_and_refuses_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = write_tiny_model(tmp_path / "tiny")
-    words = (str(model), "--ranks=2", "--open=6", "--tokens=80", "--resizes=2")
-    result = campaign(capsys, monkeypatch, *words)
+def test_a_campaign_of_resizes_loses_changes_and_refuses_nothing(campaign: Campaign) -> None:
+    words = ("--ranks=2", "--open=6", "--tokens=80", "--resizes=2")
+    result = campaign(*words)
     assert (result["faults"], result["refused_while_resizing"], result["failed_resizes"]) == (6, 0, [])
     assert sum(sum(ends.values()) for ends in result["kills"].values()) == 3
     assert result["resize_s"].keys() == {"2 -> 4 ranks", "4 -> 3 ranks", "3 -> 2 ranks"}
@@ -226,11 +223,8 @@ def test_a_campaign_of_resizes_loses_changes_and_refuses_nothing(
 
 
 @pytest.mark.slow
-def test_a_campaign_of_killed_fronts_loses_and_changes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = write_tiny_model(tmp_path / "tiny")
-    words = (str(model), "--ranks=2", "--fronts=2", "--open=8", "--tokens=150")
-    result = campaign(capsys, monkeypatch, *words, "--kinds=kill a front", "--random=3")
+def test_a_campaign_of_killed_fronts_loses_and_changes_nothing(campaign: Campaign) -> None:
+    words = ("--ranks=2", "--fronts=2", "--open=8", "--tokens=150")
+    result = campaign(*words, "--kinds=kill a front", "--random=3")
     assert result["faults"] == 3 and result["asked_again"] > 0
     assert result["kinds"]["kill a front"]["cut_off_s"]["num"] > 0

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.support.service.service_processes import wait_until
 
 HOME = linear_placement(2, 4, 2)
 POOLS = ("both-0", "both-1")
+BODY = {"model": "m", "prompt": "f-say", "max_tokens": 40, "n": 4, "seed": 3}
 
 
 def front_of(model_dir: Path, *flags: str) -> FrontProcess:
@@ -60,6 +62,30 @@ def outstanding(front: FrontProcess, rank: int) -> bool:
     name = f'wideep:router_outstanding_tokens{{engine="{rank}"'
     lines = front.get("/metrics").text.splitlines()
     return any(line.startswith(name) and float(line.rsplit(" ", 1)[1]) > 0 for line in lines)
+
+
+def choices(front: FrontProcess) -> Any:
+    """Return the choices of an answer to BODY."""
+    return front.post("/v1/completions", json=BODY).json()["choices"]
+
+
+@contextmanager
+def held_choices(front: FrontProcess) -> Iterator[Any]:
+    """Hold four choices after their third token. At the end, let them continue, and compare them with the yielded ones."""
+    gate = threading.Event()
+    script = front.script("f-say", "one two three four", num_cached_tokens=1)
+    wanted = choices(front)
+    script.gates[3] = gate
+    with ThreadPoolExecutor(1) as threads:
+        before = metric(front, "vllm:generation_tokens_total")
+        asked = threads.submit(choices, front)
+        wait_until(
+            lambda: metric(front, "vllm:generation_tokens_total") >= before + 3 * 4, lambda: "no tokens come"
+        )
+        yield wanted
+        gate.set()
+        assert asked.result(TIMEOUT_S) == wanted
+    script.gates.clear()
 
 
 def test_a_service_is_ready_when_all_pools_are_and_its_status_has_each(model_dir: Path) -> None:
@@ -111,61 +137,35 @@ def test_a_lost_rank_begins_an_epoch_of_its_own_pool_only(front: FrontProcess) -
 
 
 def test_requests_of_a_lost_pool_continue_on_the_other(front: FrontProcess) -> None:
-    gate = threading.Event()
-    script = front.script("f-say", "one two three four", num_cached_tokens=1)
-    body = {"model": "m", "prompt": "f-say", "max_tokens": 40, "n": 4, "seed": 3}
-    wanted = front.post("/v1/completions", json=body).json()["choices"]
-    script.gates[3] = gate
-    with ThreadPoolExecutor(1) as threads:
-        before = metric(front, "vllm:generation_tokens_total")
-        asked = threads.submit(front.post, "/v1/completions", json=body)
-        wait_until(
-            lambda: metric(front, "vllm:generation_tokens_total") >= before + 3 * 4, lambda: "no tokens come"
-        )
+    with held_choices(front) as wanted:
         assert any(outstanding(front, rank) for rank in (2, 3)), "both pools get requests"
         for rank in (2, 3):
             present(front, rank).kill()
         wait_until(lambda: pool_of(front, "both-1")["phase"] == "waiting", lambda: f"{status(front)}")
         assert front.get("/health").status_code == 200 and status(front)["phase"] == "serving"
         assert metric(front, "wideep:parked_choices") == 0
-        gate.set()
-        assert asked.result(TIMEOUT_S).json()["choices"] == wanted
     assert status(front)["replays"] > 0 and not any(rank.wrong_replays for rank in front.ranks)
-    script.gates.clear()
-    assert front.post("/v1/completions", json=body).json()["choices"] == wanted
+    assert choices(front) == wanted
     assert not any(outstanding(front, rank) for rank in range(4))
     for rank in (2, 3):
         front.attach(rank, num_restarts=1)
     wait_until(lambda: serves_with(front, "both-1", [2, 3]), lambda: f"{status(front)}")
-    assert front.post("/v1/completions", json=body).json()["choices"] == wanted
+    assert choices(front) == wanted
 
 
 def test_requests_leave_a_pool_whose_living_ranks_do_not_meet_again(front: FrontProcess) -> None:
-    gate = threading.Event()
-    script = front.script("f-say", "one two three four", num_cached_tokens=1)
-    body = {"model": "m", "prompt": "f-say", "max_tokens": 40, "n": 4, "seed": 3}
-    wanted = front.post("/v1/completions", json=body).json()["choices"]
-    script.gates[3] = gate
-    with ThreadPoolExecutor(1) as threads:
-        before = metric(front, "vllm:generation_tokens_total")
-        asked = threads.submit(front.post, "/v1/completions", json=body)
-        wait_until(
-            lambda: metric(front, "vllm:generation_tokens_total") >= before + 3 * 4, lambda: "no tokens come"
-        )
+    with held_choices(front) as wanted:
         for rank in (2, 3):
             present(front, rank).on_order = lambda _order: None
         present(front, 2).link.send(Fault(0, "a peer is gone", is_final=False))
         wait_until(lambda: not any(outstanding(front, rank) for rank in (2, 3)), lambda: "requests stay")
         assert pool_of(front, "both-1")["phase"] == "regrouping" and status(front)["losses"] == 0
-        gate.set()
-        assert asked.result(TIMEOUT_S).json()["choices"] == wanted
     assert present(front, 2).aborted or present(front, 3).aborted
     assert present(front, 2).orders[-1].stopped == (2,), "rank 3 need not wait for it"
-    script.gates.clear()
     for rank in (2, 3):
         present(front, rank).link.send(Regrouped(present(front, rank).orders[-1].epoch))
     wait_until(lambda: serves_with(front, "both-1", [2, 3]), lambda: f"{status(front)}")
-    assert front.post("/v1/completions", json=body).json()["choices"] == wanted
+    assert choices(front) == wanted
     assert not any(rank.wrong_replays for rank in front.ranks)
 
 
