@@ -3,7 +3,7 @@
 `transformers` looks at the longest position of the batch and uses its frequencies (and factors) for the whole batch. Here
 a module's own code runs twice: for rows of short sequences, and with an added far position for rows of long ones.
 Each row takes its own result. Keys and values of a sequence that grows past the length are recomputed
-(`scheduler.policy.scheduler`), so that every token sees the same as in one forward of the whole text.
+(`scheduler.policy.step_plans`), so that every token sees the same as in one forward of the whole text.
 """
 
 from collections.abc import Callable

@@ -1,19 +1,42 @@
 """Limits of a scheduler: their check at start, and the requests that exceed them."""
 
+from typing import NamedTuple
+
 from kvcache.blocks import BlockPool
 from scheduler.policy.request import Request
+
+
+class SchedulerLimits(NamedTuple):
+    """What one rank runs at once.
+
+    Attributes:
+        rotary_limit: Length in tokens above which the model computes all tokens of a sequence differently, if any.
+            A sequence that grows past it starts again.
+        keeps_images_whole: Whether no chunk of a prompt may end within an image.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    rotary_limit: int | None = None
+    keeps_images_whole: bool = False
+
+    def is_long(self, num_tokens: int) -> bool:
+        """Return whether the model computes a sequence of this length in its way for long ones."""
+        return self.rotary_limit is not None and num_tokens > self.rotary_limit
 
 
 class SchedulerLimitsError(ValueError):
     """Limits under which the service could not serve every request that it accepts."""
 
 
-def check_limits(pool: BlockPool, max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> None:
+def check_limits(pool: BlockPool, limits: SchedulerLimits) -> None:
     """Raise if some accepted request could never run under these limits.
 
     Raises:
         SchedulerLimitsError: The message names the limit, the value seen and the values allowed.
     """
+    max_num_seqs, max_num_batched_tokens, max_model_len, *_ = limits
     if max_num_seqs < 1:
         raise SchedulerLimitsError(f"max_num_seqs is {max_num_seqs}; it must be at least 1")
     if max_num_batched_tokens < max_num_seqs:
@@ -34,21 +57,17 @@ def check_limits(pool: BlockPool, max_num_seqs: int, max_num_batched_tokens: int
         )
 
 
-def why_unservable(request: Request, max_model_len: int, most_whole: int | None = None) -> str | None:
-    """Return why a request can never run, or None if it can.
-
-    Args:
-        most_whole: Most tokens of an image, if one step must run all of them.
-    """
-    num_tokens = len(request.prompt_ids)
+def why_unservable(request: Request, limits: SchedulerLimits) -> str | None:
+    """Return why a request can never run, or None if it can."""
+    num_tokens, max_model_len = len(request.prompt_ids), limits.max_model_len
     if num_tokens == 0:
         return "the prompt has no tokens; give at least one"
     if num_tokens > max_model_len:
         return f"the prompt has {num_tokens} tokens; max_model_len is {max_model_len}; shorten the prompt"
     longest = max((image.length for image in request.images), default=0)
-    if most_whole is not None and longest > most_whole:
+    if limits.keeps_images_whole and longest > limits.max_num_batched_tokens:
         return (
-            f"an image has {longest} tokens, which one step must run; a step has at most {most_whole} "
-            "(--max-num-batched-tokens)"
+            f"an image has {longest} tokens, which one step must run; a step has at most "
+            f"{limits.max_num_batched_tokens} (--max-num-batched-tokens)"
         )
     return None

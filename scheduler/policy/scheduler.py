@@ -1,62 +1,30 @@
-"""Continuous batching over one rank's blocks: plans each step and applies its results.
+"""Continuous batching over one rank's blocks: the life of its requests, from `add` to their ends.
 
-Every step runs decodes first. Prompts take the remaining room, in chunks, in the roster's order. If blocks run out, the
-least urgent running sequence is preempted. A step may try several tokens of a request (drafts) and keeps as many as
-plain decoding would have sampled. Does not know torch or the model. A batch may be planned while others are in flight.
+`schedule` plans a step: `scheduler.policy.step_plans` selects its tokens. `commit` applies its results. A step may try
+several tokens of a request (drafts) and keeps as many as plain decoding would have sampled. A batch may be planned while
+others are in flight. Does not know torch or the model.
 """
 
 import heapq
 from collections import deque
 from collections.abc import Sequence as Series
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from kvcache.blocks import BlockPool
-from kvcache.images import rest_of_image, whole_chunk
 from kvcache.states import StatePool
 from kvcache.tiers.figures import TierFigures
 from scheduler.policy.batch import Scheduled, StepBatch
-from scheduler.policy.limits import check_limits, why_unservable
+from scheduler.policy.limits import SchedulerLimits, check_limits, why_unservable
 from scheduler.policy.request import Expected, FinishReason, Logprobs, Request, RequestOutput
 from scheduler.policy.roster import Roster
 from scheduler.policy.sequence import Sequence, SequenceStatus, StructureMatcher
+from scheduler.policy.step_plans import DraftsTokens, NextStep, StepPlans
 from scheduler.policy.tables import BlockTables
 from scheduler.policy.tier_tables import KeepsTiers
 
 
 class DuplicateRequestError(ValueError):
     """The id of a request that is already being served."""
-
-
-class NextStep(NamedTuple):
-    """The expected content of the step after the batches planned so far."""
-
-    num_decodes: int  # most decode tokens, drafts included
-    has_prefill: bool  # a prompt continues, or a waiting one finds a seat and blocks
-    num_prefill: int  # tokens of such prompts, cached ones included; at most a step's capacity
-
-
-class DraftsTokens(Protocol):
-    """A source of drafts; implemented by `scheduler.drafts.drafter.Drafter`."""
-
-    @property
-    def num_drafts(self) -> int:
-        """Most drafts per sequence and step."""
-
-    @property
-    def num_ahead(self) -> int:
-        """Number of positions after a step's tokens that drafting writes."""
-
-    def limits(self, sequences: Series[Sequence]) -> list[int]:
-        """Return, for each running sequence, how many drafts it may try in the next step."""
-
-    def propose(self, sequence: Sequence, most: int) -> tuple[int, ...]:
-        """Draft at most `most` tokens, none of which the sequence's structure forbids."""
-
-    def note(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
-        """Learn the result of a step's drafts: the first `num_accepted` were right."""
-
-    def forget(self, sequence: Sequence) -> None:
-        """Forget a sequence that has ended."""
 
 
 class SchedulerStats(NamedTuple):
@@ -92,22 +60,17 @@ class Scheduler:
     ) -> None:
         """Take over the pools; nothing else may use them. `states` is None for models without recurrent states.
 
-        `rotary_limit`: length in tokens above which the model computes all tokens of a sequence differently, if any.
-            A sequence that grows past it starts again. `keeps_images_whole`: whether no chunk of a prompt may end within an image.
-            `drafter`: source of drafts; None disables them.
+        `rotary_limit`, `keeps_images_whole`: see `SchedulerLimits`. `drafter`: source of drafts; None disables them.
             `overlaps`: whether a sequence with states may have two steps in flight, see `StateTables`.
 
         Raises:
             SchedulerLimitsError: The limits contradict each other or the pool.
         """
-        check_limits(pool, max_num_seqs, max_num_batched_tokens, max_model_len)
-        self._pool = pool
-        self._max_num_seqs = max_num_seqs
-        self._max_num_batched_tokens = max_num_batched_tokens
-        self._max_model_len = max_model_len
-        self._rotary_limit = rotary_limit
-        self._keeps_images_whole = keeps_images_whole
-        self._drafter = drafter
+        limits = SchedulerLimits(
+            max_num_seqs, max_num_batched_tokens, max_model_len, rotary_limit, keeps_images_whole
+        )
+        check_limits(pool, limits)
+        self._pool, self._limits, self._drafter = pool, limits, drafter
         self._tables = BlockTables(
             pool,
             enable_prefix_caching,
@@ -117,15 +80,12 @@ class Scheduler:
             overlaps=overlaps,
         )
         self._roster = Roster()
+        self._plans = StepPlans(self._roster, self._tables, limits, drafter)
         self._in_flight: deque[StepBatch] = deque()
         self._deadlines: list[tuple[float, str]] = []  # a heap; ended requests are skipped when due
         self._refused: list[RequestOutput] = []  # ends found by `add`; `expire` or `commit` delivers them
         self._remote: deque[Sequence] = deque()  # new ones with prefixes that another node may have
         self._weights, self._weights_number = "", 0
-
-    @property
-    def _most_whole(self) -> int | None:
-        return self._max_num_batched_tokens if self._keeps_images_whole else None
 
     @property
     def has_work(self) -> bool:
@@ -136,23 +96,7 @@ class Scheduler:
     def next_step(self) -> NextStep:
         """Predict the next step. Requests that are added, end or are preempted later may change prefill, but can only
         lower the number of decodes. A request that begins unpredictably takes only the room that the step has left."""
-        running, begins = self._roster.running, self._head_begins
-        is_mid_prompt = bool(running) and running[-1].is_prefilling
-        num_prefill = self._roster.num_prefill(self._max_num_batched_tokens, with_waiting=begins)
-        num_decodes = sum(not each.request.hands_over for each in running) + sum(self._draft_limits(running))
-        return NextStep(min(num_decodes, self._max_num_batched_tokens), begins or is_mid_prompt, num_prefill)
-
-    @property
-    def _head_begins(self) -> bool:
-        """Whether the next step can probably begin a waiting request."""
-        running, waiting = self._roster.running, self._roster.waiting
-        if not waiting:
-            return False
-        if any(sequence.ends_within(sequence.num_pending, self._max_model_len) for sequence in running):
-            return True
-        if len(running) >= self._max_num_seqs:
-            return False
-        return self._tables.has_states or not self._tables.lacks_blocks(waiting.head, len(running))
+        return self._plans.predict()
 
     @property
     def num_context(self) -> int:
@@ -162,11 +106,7 @@ class Scheduler:
     @property
     def draft_depth(self) -> int:
         """Most drafts that are made for a sequence after the next step. A prediction, like `next_step`."""
-        if self._drafter is None:
-            return 0
-        if self._roster.waiting:
-            return self._drafter.num_drafts
-        return max(self._draft_limits(self._roster.running), default=0)
+        return self._plans.draft_depth
 
     @property
     def running(self) -> Series[Sequence]:
@@ -180,7 +120,7 @@ class Scheduler:
     @property
     def num_open(self) -> int:
         """Number of sequences that would run together if all waiting ones began, within the limit."""
-        return min(self._max_num_seqs, len(self._roster.running) + len(self._roster.waiting))
+        return min(self._limits.max_num_seqs, len(self._roster.running) + len(self._roster.waiting))
 
     @property
     def stats(self) -> SchedulerStats:
@@ -268,10 +208,8 @@ class Scheduler:
                 f"request id {request.request_id!r} is already being served; ids must be unique"
             )
         sequence = self._sequence_of(request, matcher)
-        error = why_unservable(request, self._max_model_len, self._most_whole) or (
-            matcher.failure if matcher else None
-        )
-        reason = FinishReason.ERROR if error else sequence.finish_reason(self._max_model_len)
+        error = why_unservable(request, self._limits) or (matcher.failure if matcher else None)
+        reason = FinishReason.ERROR if error else sequence.finish_reason(self._limits.max_model_len)
         if reason is not None:
             self._refused.append(_end_of(request.request_id, reason, error or ""))
             return
@@ -287,7 +225,7 @@ class Scheduler:
         """Begin to load the blocks of a request that another rank will hand over, or give them back."""
         if expected.request is not None:
             sequence = self._sequence_of(expected.request)
-            self._note_length(sequence)
+            sequence.is_long = self._limits.is_long(len(sequence.token_ids))
             self._tables.expect(sequence, now_s)
         elif self._tables.tiers is not None:
             self._tables.tiers.expect_no_more(expected.request_id)
@@ -340,36 +278,23 @@ class Scheduler:
             most_tokens: Most tokens of all kinds; at least the number of running sequences. None: the configured limit.
             now_s: Time on the clock of `Request.arrival_s`, to compute how long starting requests have waited.
         """
-        most = min(self._max_num_batched_tokens, most_tokens or self._max_num_batched_tokens)
+        most = min(self._limits.max_num_batched_tokens, most_tokens or self._limits.max_num_batched_tokens)
         self._roster.unpark()
         self._begin_fetches(now_s)
         self.collect(now_s)
-        items = self._plan_decodes(most)
+        items = self._plans.plan_decodes(most)
         num_decode_tokens = sum([item.num_tokens for item in items])
-        return self._plan_prompts(items, num_decode_tokens, most, prefill_budget, now_s)
-
-    def _plan_prompts(
-        self,
-        items: list[Scheduled],
-        num_decode_tokens: int,
-        most: int,
-        prefill_budget: int | None,
-        now_s: float,
-    ) -> StepBatch:
-        """Fill the room of a step that its decodes leave."""
-        room = budget = most - num_decode_tokens
-        if prefill_budget is not None:
-            budget = min(budget, prefill_budget)
-        prefills = self._plan_prefills(budget, room)
-        if not self._stops_at_image:
-            num_planned = sum(item.num_tokens for item in prefills)
-            prefills += self._admit(budget - num_planned, room - num_planned, now_s)
-        num_prefill_tokens = sum(item.num_tokens for item in prefills)
-        num_tokens = sum([item.num_tokens for item in items]) + num_prefill_tokens
-        batch = StepBatch(items + prefills, num_tokens, num_prefill_tokens)
+        batch = self._plans.plan_prompts(items, num_decode_tokens, most, prefill_budget, now_s)
         if batch.items:
             self._in_flight.append(batch)
         return batch
+
+    def _begin_fetches(self, now_s: float) -> None:
+        while self._remote:
+            sequence = self._remote.popleft()
+            if sequence.status is SequenceStatus.WAITING:
+                sequence.is_long = self._limits.is_long(len(sequence.token_ids))
+                self._tables.begin_fetch(sequence, now_s)
 
     def coming_blocks(self, batch: StepBatch) -> list[tuple[int, bytes]]:
         """Return the blocks, and their keys, that a planned step fills of requests that other ranks will continue."""
@@ -466,179 +391,7 @@ class Scheduler:
     def _why_ended(self, sequence: Sequence) -> FinishReason | None:
         if sequence.matcher is not None and sequence.matcher.failure:
             return FinishReason.ERROR  # an internal or library fault, which ends only this request
-        return sequence.finish_reason(self._max_model_len)
-
-    def _plan_decodes(self, most: int) -> list[Scheduled]:
-        """Plan a token of every sequence that can continue, and drafts after some, at most `most` tokens together."""
-        items: list[Scheduled] = []
-        self._send_back_grown()
-        running = self._roster.by_urgency()  # preemption takes from the end, never what this step has planned
-        most -= self._image_room(most)
-        room = most - len(running)
-        for sequence, limit in zip(running, self._draft_limits(running), strict=True):
-            if (
-                sequence.status is SequenceStatus.RUNNING
-                and not sequence.is_prefilling
-                and not sequence.request.hands_over  # its prompt's step samples the only token here
-                and not sequence.has_drafts_in_flight
-                and sequence.num_left(self._max_model_len) > sequence.num_pending
-                and self._tables.is_ready(sequence)
-                and not self._has_grown(sequence)
-                and len(items) < most
-                and self._make_room(sequence)
-            ):
-                drafts = self._draft(sequence, min(limit, room)) if limit else ()
-                room -= len(drafts)
-                items.append(self._plan(sequence, 1 + len(drafts), drafts))
-        return items
-
-    def _draft_limits(self, running: list[Sequence]) -> list[int]:
-        return [0] * len(running) if self._drafter is None else self._drafter.limits(running)
-
-    def _draft(self, sequence: Sequence, most: int) -> tuple[int, ...]:
-        """Draft tokens after a sequence's newest one. Returns nothing while that one is unknown."""
-        if self._drafter is None or most <= 0 or sequence.num_pending or sequence.num_in_flight:
-            return ()
-        most = min(
-            most,
-            sequence.num_left(self._max_model_len) - 1,
-            # One block per running sequence stays free, so drafts never cause a preemption.
-            self._tables.num_plannable(sequence, num_spare_blocks=len(self._roster.running)) - 1,
-            self._tables.num_ready(sequence) - 1,
-        )
-        if self._rotary_limit is not None and not sequence.is_long:
-            most = min(most, self._rotary_limit - sequence.num_planned - 1)
-        return self._drafter.propose(sequence, most) if most > 0 else ()
-
-    def _send_back_grown(self) -> None:
-        if self._rotary_limit is None:
-            return
-        for sequence in [each for each in self._roster.running if self._has_grown(each)]:
-            if not sequence.num_in_flight:
-                self._roster.send_back(sequence)
-                self._tables.vacate(sequence)
-
-    def _has_grown(self, sequence: Sequence) -> bool:
-        """Whether the next token exceeds the length for which the sequence was computed so far."""
-        limit = self._rotary_limit
-        return limit is not None and not sequence.is_long and sequence.num_planned >= limit
-
-    def _plan_prefills(self, budget: int, room: int) -> list[Scheduled]:
-        """Plan the next chunk of a half-done prompt. Its sequence began last and takes no blocks from others: those
-        before it are decodes, which continue and end.
-
-        Args:
-            budget: Most prompt tokens. An image that must stay whole may exceed it.
-            room: Most tokens.
-        """
-        return [
-            self._plan(sequence, num_tokens)
-            for sequence in self._roster.running[-1:]
-            if sequence.is_prefilling
-            and self._tables.is_ready(sequence)
-            and (num_tokens := self._chunk_tokens(sequence, budget, room)) > 0
-        ]
-
-    def _admit(self, budget: int, room: int, now_s: float) -> list[Scheduled]:
-        """Start waiting requests in order until the budget, the seats or the blocks are used up.
-
-        The head of the queue must find blocks for all its tokens, not only for its next chunk, and leave one block free
-        per running sequence. So nothing starts while a running prompt is short of blocks (none are free), and what this
-        step preempted does not return at once (not all its blocks are still free). Simulated with 300 requests, up to 64
-        at once, against requiring blocks for the chunk only: preemptions fall from 585 to 101 and tokens run by 26 % with
-        short prompts and long outputs; from 151 to 0 and by 29 % with long prompts. Two spare blocks per sequence gave
-        3 % fewer tokens and 2 % more steps. vLLM's watermark (1 % of the pool) was worse with short prompts.
-        """
-        items: list[Scheduled] = []
-        running, waiting = self._roster.running, self._roster.waiting
-        while waiting and budget > 0 and len(running) < self._max_num_seqs:
-            sequence = waiting.head
-            if sequence.num_in_flight:
-                break
-            if self._waits_for_tier(sequence, now_s):
-                continue
-            if not self._tables.seat(sequence, len(running)):
-                self._tables.give_way()
-                break
-            self._roster.admit(sequence)
-            if sequence.num_admissions == 1:
-                sequence.queued_s = max(0.0, now_s - sequence.request.arrival_s)
-                num_to_run = len(sequence.token_ids) - sequence.num_computed
-                self._roster.charge(sequence, num_prompt_tokens=num_to_run)
-            num_tokens = self._chunk_tokens(sequence, budget, room)
-            if num_tokens:
-                items.append(self._plan(sequence, num_tokens))
-                budget, room = budget - num_tokens, room - num_tokens
-            if self._stops_at_image:
-                break
-        if waiting and len(running) >= self._max_num_seqs and not waiting.head.num_in_flight:
-            self._waits_for_tier(waiting.head, now_s)
-        return items
-
-    def _begin_fetches(self, now_s: float) -> None:
-        while self._remote:
-            sequence = self._remote.popleft()
-            if sequence.status is SequenceStatus.WAITING:
-                self._note_length(sequence)
-                self._tables.begin_fetch(sequence, now_s)
-
-    def _note_length(self, sequence: Sequence) -> None:
-        if self._rotary_limit is not None:
-            sequence.is_long = len(sequence.token_ids) > self._rotary_limit
-
-    def _waits_for_tier(self, sequence: Sequence, now_s: float) -> bool:
-        """Whether the head of the queue was set aside because its prefix is on the way from a tier."""
-        self._note_length(sequence)
-        if not self._tables.begin_load(sequence, len(self._roster.running), now_s):
-            return False
-        self._roster.set_aside(sequence)
-        return True
-
-    def _chunk_tokens(self, sequence: Sequence, budget: int, room: int) -> int:
-        """Return the number of tokens of a prompt's next chunk, 0 if it must wait for room or blocks."""
-        most = min(sequence.num_prefill_tokens - sequence.num_planned, self._tables.num_plannable(sequence))
-        if not self._keeps_images_whole:
-            return min(budget, most)
-        return whole_chunk(sequence.request.images, sequence.num_planned, min(budget, most), min(room, most))
-
-    @property
-    def _stops_at_image(self) -> bool:
-        """Whether the newest prompt may have left room because of an image. No other one begins before its end."""
-        running = self._roster.running
-        return self._keeps_images_whole and bool(running) and running[-1].is_prefilling
-
-    def _image_room(self, most: int) -> int:
-        """Return the room that decodes leave for an image of a half-done prompt: enough for the whole image, if a step has it."""
-        if not self._stops_at_image:
-            return 0
-        latest = self._roster.running[-1]
-        num_tokens = rest_of_image(latest.request.images, latest.num_planned)
-        return num_tokens if num_tokens <= most else 0
-
-    def _plan(self, sequence: Sequence, num_tokens: int, drafts: tuple[int, ...] = ()) -> Scheduled:
-        start = sequence.num_planned
-        pieces = self._tables.plan(sequence, num_tokens, num_drafts=len(drafts))
-        if self._drafter is not None and self._drafter.num_ahead:
-            num_ahead = min(self._drafter.num_ahead, self._max_model_len - sequence.num_planned)
-            self._tables.reserve(sequence, num_ahead, len(self._roster.running))
-        samples = sequence.num_planned == len(sequence.token_ids) + sequence.num_pending + len(drafts)
-        if samples and sequence.matcher is not None:
-            sequence.matcher.begin_step()
-        sequence.num_pending += samples
-        sequence.has_drafts_in_flight = bool(drafts)
-        return Scheduled(sequence, start, num_tokens, samples, pieces, drafts)
-
-    def _make_room(self, sequence: Sequence) -> bool:
-        """Preempt the least urgent until a decode has its block. Returns False if the decode must wait."""
-        while self._tables.num_plannable(sequence) == 0:
-            self._tables.give_way()
-            if self._tables.leaving:  # the next commit frees blocks
-                return False
-            latest = self._roster.preempt()
-            self._tables.vacate(latest)
-            if latest is sequence:
-                return False
-        return True
+        return sequence.finish_reason(self._limits.max_model_len)
 
     def _deliver(
         self,

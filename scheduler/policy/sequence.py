@@ -132,7 +132,7 @@ class Sequence:
     num_pending: int = 0  # tokens that in-flight batches will sample
     has_drafts_in_flight: bool = False  # the batch in flight will sample an unknown number of tokens
     weights: str = ""  # digest of the weights that compute it; "" for the checkpoint's
-    is_long: bool = False  # computed in the model's way for long sequences: see `Scheduler`'s `rotary_limit`
+    is_long: bool = False  # computed in the model's way for long sequences: see `SchedulerLimits`
     num_in_flight: int = 0  # uncommitted batches that hold this sequence; until then its blocks stay held
     num_admissions: int = 0  # 2 and more after preemption
     num_looked: int = 0  # number of admissions before which its prefix was looked up in the tiers

@@ -24,20 +24,22 @@ class SkippingScheduler(Scheduler):
 
         Returns: The batch of the other sequences, to be committed, and the sequences that have their token.
         """
-        most = min(self._max_num_batched_tokens, most_tokens or self._max_num_batched_tokens)
+        most = min(self._limits.max_num_batched_tokens, most_tokens or self._limits.max_num_batched_tokens)
         self.collect(now_s)
         decodes = [sequence for sequence in self._roster.running if not sequence.is_prefilling]
         if not (self._may_skip and self._tables.num_plannable_steps(decodes, 1)):
             return self.schedule(prefill_budget=prefill_budget, most_tokens=most_tokens, now_s=now_s), []
         items, taken = [], []
         for sequence in decodes:
-            if sequence.ends_within(1, self._max_model_len):
-                items.append(self._plan(sequence, 1))
+            if sequence.ends_within(1, self._limits.max_model_len):
+                items.append(self._plans.plan(sequence, 1))
             else:
                 sequence.token_ids.append(sequence.token_ids[-1])
                 self._tables.take_token(sequence)
                 taken.append(sequence)
-        batch = self._plan_prompts(items, len(decodes), most, prefill_budget, now_s)
+        batch = self._plans.plan_prompts(items, len(decodes), most, prefill_budget, now_s)
+        if batch.items:
+            self._in_flight.append(batch)
         for sequence in taken:  # after the plan, as in a commit
             self._roster.charge(sequence, num_output_tokens=1)
         return batch, taken
@@ -52,7 +54,9 @@ class SkippingScheduler(Scheduler):
             or self._tables.leaving
             or self._roster.loading
         )
-        knows_steps = self._drafter is None and self._rotary_limit is None and not self._tables.has_states
+        knows_steps = (
+            self._drafter is None and self._limits.rotary_limit is None and not self._tables.has_states
+        )
         return knows_steps and not may_do_more and all(each.matcher is None for each in self._roster.running)
 
     @property
@@ -65,7 +69,7 @@ class SkippingScheduler(Scheduler):
         running, waiting = self._roster.running, self._roster.waiting
         if not running or not self._may_skip or any(sequence.is_prefilling for sequence in running):
             return 0
-        if waiting and len(running) < self._max_num_seqs:
+        if waiting and len(running) < self._limits.max_num_seqs:
             is_head_stuck = waiting.is_order_fixed and self._tables.lacks_blocks(waiting.head, len(running))
             if not is_head_stuck:
                 return 0
@@ -74,7 +78,7 @@ class SkippingScheduler(Scheduler):
     @property
     def num_steps_to_end(self) -> int:
         """Number of tokens per sequence until the first running one ends. At least one must run."""
-        return min(sequence.num_left(self._max_model_len) for sequence in self._roster.running)
+        return min(sequence.num_left(self._limits.max_model_len) for sequence in self._roster.running)
 
     def skip(self, num_steps: int) -> list[RequestOutput]:
         """Do the work of `num_steps` calls of `schedule` and `commit` that repeat every sequence's newest token.
@@ -95,7 +99,7 @@ class SkippingScheduler(Scheduler):
             sequence.num_in_flight -= 1
             self._tables.advance(sequence, sequence.num_computed, sequence.num_planned)
             self._roster.charge(sequence, num_output_tokens=num_steps)
-            reason = sequence.finish_reason(self._max_model_len)
+            reason = sequence.finish_reason(self._limits.max_model_len)
             if reason is not None:
                 outputs.append(self._deliver(sequence, sequence.token_ids[-num_steps:], [], reason, 0))
         return outputs

@@ -7,7 +7,7 @@ from tests.support.models.fake_model import VOCABULARY, next_token
 
 
 class Guesses:
-    """Proposes random numbers of drafts, correct with a random chance; a `scheduler.policy.scheduler.DraftsTokens`."""
+    """Proposes random numbers of drafts, correct with a random chance; a `scheduler.policy.step_plans.DraftsTokens`."""
 
     def __init__(self, num_drafts: int, seed: int) -> None:
         self.num_drafts, self.num_ahead = num_drafts, seed % 3

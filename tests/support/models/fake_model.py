@@ -119,7 +119,7 @@ class PlannedRank:
         if batch.items:
             self.launched.append(Launched(batch, [list(item.sequence.block_ids) for item in batch.items]))
             widest = max(len(item.sequence.block_ids) for item in batch.items)
-            most = self.pool.blocks_for(self.scheduler._max_model_len)
+            most = self.pool.blocks_for(self.scheduler._limits.max_model_len)
             assert widest <= most, f"a sequence holds {widest} blocks; a step's tables hold at most {most}"
             self._check_writers()
         return batch
@@ -200,7 +200,7 @@ class PlannedRank:
     def _check_budgets(self, batch: StepBatch, prefill_budget: int | None) -> None:
         assert batch.num_tokens == sum(item.num_tokens for item in batch.items) <= self.max_num_batched_tokens
         exceeds = prefill_budget is not None and batch.num_prefill_tokens > prefill_budget
-        assert not exceeds or (prefill_budget and self.scheduler._keeps_images_whole)
+        assert not exceeds or (prefill_budget and self.scheduler._limits.keeps_images_whole)
         assert len({id(item.sequence) for item in batch.items}) == len(batch.items)
         assert all(item.num_tokens > 0 for item in batch.items)
         assert all(item.samples for item in batch.items[:-1]), "only the last prompt may be left unfinished"
