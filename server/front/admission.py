@@ -10,12 +10,37 @@ vLLM's `--max-num-queued-reqs` counts the same (waiting and running requests of 
 
 import math
 from collections import deque
+from typing import Protocol
 
 from server.front.errors import ApiError, bad_request
 
 WINDOW_S = 30.0  # for measuring the rate at which requests begin
 _LEAST_WINDOW_S = 1.0
 LEAST_S, MOST_S = 1, 120  # bounds of Retry-After
+
+
+class SharedCounts(Protocol):
+    """The open requests of several fronts, implemented by `server.front.several.board.Board`."""
+
+    @property
+    def num_open(self) -> int:
+        """Accepted choices without an outcome, of all fronts."""
+
+    @property
+    def num_answers(self) -> int:
+        """Requests of clients that are being answered, by all fronts."""
+
+    def count_choice(self, key_id: str, by: int) -> None:
+        """Count an accepted choice of this front, or with -1 one that has its outcome."""
+
+    def count_answer(self, by: int) -> None:
+        """Count an answer of this front that begins, or with -1 one that ends."""
+
+    def num_of_key(self, key_id: str) -> int:
+        """Return the number of open choices of an API key."""
+
+    def num_keys(self, key_id: str) -> int:
+        """Return the number of API keys with open choices, including this one."""
 
 
 class Admission:

@@ -7,7 +7,7 @@ import pytest
 
 from scheduler.policy.request import FinishReason, Logprobs, Request, RequestOutput, SamplingParams
 from scheduler.structure.stop_pattern import compile_all
-from server.front import generations, requests
+from server.front import generations, waiting
 from server.front.errors import ApiError
 from server.front.generations import NOBODY, Answer, Ask, Asker, ClientGone
 from tests.support.requests.desk import Desk, in_loop
@@ -129,7 +129,7 @@ async def test_a_regex_that_is_too_much_work_ends_its_own_choice_with_a_400() ->
 async def test_many_tokens_of_prompts_get_to_ranks_in_several_turns() -> None:
     desk = Desk()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(requests, "TOKENS_AT_ONCE", 1)
+        patch.setattr(waiting, "TOKENS_AT_ONCE", 1)
         answer = desk.open(*"abcdefg")
         assert [request.request_id for _, request in desk.ranks.submitted] == ["a", "b"]
         assert desk.requests.num_parked == 0, "they do not wait for a rank to return"
