@@ -1,7 +1,7 @@
 """The open choices that are at no rank, each for one of three reasons.
 
 Parked: no rank or no place of its adapter is there, or the service pauses. They are submitted together when that ends.
-Queued: its answer has so many prompt tokens that submitting all choices at once would stall the event loop.
+Queued: submitting all prompt tokens of its answer at once would stall the event loop.
 Held: its client limits the number of an answer's choices at ranks, so it follows another one of its answer.
 """
 
