@@ -228,9 +228,12 @@ class TierTables:
         size, num_blocks = pool.block_tokens, num_shareable // pool.block_tokens
         matched = pool.match(token_ids[:num_shareable], root)
         num_loads = num_blocks - len(matched)
-        if num_loads <= 0 or 2 * num_loads > pool.num_free or sequence.request.request_id in self._expected:
+        if num_loads <= 0 or sequence.request.request_id in self._expected:
             return
-        pool.share(matched)
+        pool.share(matched)  # blocks without a holder count as free until now
+        if 2 * num_loads > pool.num_free:
+            pool.release(matched)
+            return
         keys = pool.keys_of(token_ids[: num_blocks * size], root)[len(matched) :]
         load = LoadJob(keys, pool.acquire(num_loads), until_s=now_s + MOST_EXPECT_S)
         self._expected[sequence.request.request_id] = load

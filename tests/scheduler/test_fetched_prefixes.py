@@ -61,18 +61,25 @@ def compute(built: Assembled, wanted: Sequence[Request]) -> None:
     serve(built, wanted)
     tables = built.scheduler._tables.tiers
     assert tables is not None
-    until_s = time.monotonic() + 30
-    while any(tables._num_saves.values()):
-        assert time.monotonic() < until_s, "the blocks are not saved"
-        time.sleep(0.001)
-        built.scheduler.collect(0.0)
+    collect_until(built, lambda: not any(tables._num_saves.values()), "the blocks are not saved")
 
 
 def check_free(built: Assembled) -> None:
-    """Check that nothing stays held."""
-    built.scheduler.collect(0.0)
-    stats = built.scheduler.stats
-    assert stats.num_free_blocks == stats.num_blocks
+    """Check that nothing stays held when all jobs of the tiers are done."""
+
+    def is_free() -> bool:
+        return built.scheduler.stats.num_free_blocks == built.scheduler.stats.num_blocks
+
+    collect_until(built, is_free, "blocks stay held")
+
+
+def collect_until(built: Assembled, is_done: Callable[[], bool], problem: str) -> None:
+    """Take what the tiers have done until a condition holds."""
+    until_s = time.monotonic() + 30
+    while not is_done():
+        assert time.monotonic() < until_s, problem
+        time.sleep(0.001)
+        built.scheduler.collect(0.0)
 
 
 def at(address: str, wanted: Sequence[Request]) -> list[Request]:

@@ -160,7 +160,8 @@ def serve_moving(
         free = built.scheduler.stats.num_free_blocks
         mover = Mover(built, every, falsifies=falsifies, requests_of=requests_of)
         mover.run()
-        built.scheduler.collect(0.0)  # what tiers have done at the end
+        built.engine.close()  # after all jobs of the tiers
+        built.scheduler.collect(0.0)
         stats = built.scheduler.stats
         assert stats.num_free_blocks == free, "blocks leaked"
         if stats.tiers is not None and every and not built.num_states:

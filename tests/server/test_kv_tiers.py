@@ -113,17 +113,9 @@ def test_flushed_prefixes_are_not_found_again(service: RealService) -> None:
 def test_a_rank_that_is_killed_finds_its_blocks_in_the_memory_of_the_other(service: RealService) -> None:
     flush(service)
     first = [ask(service, prompt)[0] for prompt in PROMPTS]
-    engines = service.engines()
-    os.kill(engines[0], signal.SIGKILL)
-    wait_until(
-        lambda: (
-            (now := service.status())["phase"] == "serving"
-            and len(now["members"]) == 2
-            and engines[0] not in service.engines().values()
-        ),
-        service.output,
-        within_s=START_S,
-    )
+    os.kill(service.engines()[0], signal.SIGKILL)
+    wait_until(lambda: "rank 0 serves again" in service.output(), service.output, within_s=START_S)
+    service.wait_whole()
     again = [ask(service, prompt) for prompt in PROMPTS]
     assert [text for text, _ in again] == first
     assert all(details["cached_tokens"] > 0 for _, details in again), "no prompt is computed again"
@@ -143,7 +135,8 @@ def test_a_drained_rank_hands_its_streams_on_and_their_blocks_come_from_host_mem
 
     def drain(*, undo: bool = False) -> None:
         body = {"rank": 0, "undo": undo}
-        httpx.post(f"{service.url}/ranks/drain", json=body, timeout=60).raise_for_status()
+        answer = httpx.post(f"{service.url}/ranks/drain", json=body, timeout=60)
+        assert answer.status_code == 200, answer.text
 
     # On a busy machine, all answers may end before the drain begins, or their blocks may be saved after it.
     for _ in range(10):

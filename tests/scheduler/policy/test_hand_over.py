@@ -246,6 +246,18 @@ def test_no_block_is_taken_for_a_request_that_is_expected_if_half_of_them_are_in
     assert second.pool.num_free == 12, "12 blocks, once"
 
 
+def test_cached_blocks_that_an_expected_request_shares_do_not_count_as_free_for_its_loads() -> None:
+    second = rank_of_host(num_blocks=24)
+    second.scheduler.add(
+        ask("before", prompt_of(48), max_tokens=1)
+    )  # leaves 12 cached blocks that nobody holds
+    second.plan()
+    second.finish()
+    second.drain()
+    expect(second, ask("r", prompt_of(88)))  # 12 are shared, and 10 are not in the tiers yet
+    assert second.pool.num_free == 24, "12 would be free after sharing, and twice 10 are needed"
+
+
 def test_an_expected_request_that_comes_early_waits_for_its_blocks_a_bounded_time() -> None:
     first = rank_of_host(batched=8)
     second = rank_of_host(other=first)

@@ -42,7 +42,7 @@ def find_those_of_our_order() -> tuple[list[int], list[int], float]:
 def test_a_trial_finds_products_that_add_in_another_order(interpreter: RankPool) -> None:
     without, with_bias, changed = interpreter.run(find_those_of_our_order)[0]
     assert without == with_bias == [8, 64, 128]
-    assert changed > 0.9, "every output shows the order"
+    assert changed > 0.5, "most outputs show the order"
 
 
 def cut() -> list[tuple[list[int], bool]]:
