@@ -461,7 +461,7 @@ class Options:
     standby: str | None = flag(
         RANKS, "--standby", read=standby_address, metavar="HOST[:PORT]", default_text="none",
         help="address of a second node that takes over if the node of --rdzv-endpoint is lost, with a port for a second store "
-        f"(default {STANDBY_PORT}); the same on all nodes; for `wideep worker` with --rdzv-backend wideep; experimental (docs/standby.md)",
+        f"(default {STANDBY_PORT}); the same on all nodes; for `wideep worker` with --rdzv-backend wideep (docs/standby.md)",
     )  # fmt: skip
     pool: str | None = flag(
         RANKS, "--pool", read=_pool, metavar="NAME", default_text="the value of --role, if that is given",

@@ -30,9 +30,6 @@ URLS = {node: f"http://10.213.7.{node + 1}:{PORT}" for node in (STANDBY, HEAD)}
 NUM_CLIENTS = 4
 RECOVERY_S = 20.0  # after the loss is noticed; 5 s on a machine that is not busy
 NOTICE_S = 15.0  # for a cut link: 3 s without an answer, 1 s until that is looked at, and 2 s for a connection to torchrun
-NOT_YET = pytest.mark.xfail(
-    reason="with whole nodes, a rank leaves the service instead of following the standby"
-)
 ANSWER_S = 120.0
 TEXT = {"model": "tiny", "max_tokens": 200, "ignore_eos": True}
 
@@ -211,7 +208,6 @@ def rejoining(nodes: Nodes, directory: Path) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-@NOT_YET
 @pytest.mark.parametrize("how", ["killed", "without torchrun", "cut off"])
 def test_the_standby_serves_when_the_node_with_the_store_is_lost(tmp_path: Path, how: str) -> None:
     with serving(tmp_path, 2) as nodes, threads_inside(nodes.names[STANDBY], NUM_CLIENTS) as clients:
@@ -232,7 +228,6 @@ def test_the_standby_serves_when_the_node_with_the_store_is_lost(tmp_path: Path,
 
 
 @pytest.mark.slow
-@NOT_YET
 def test_a_third_node_and_its_restarted_engine_stay_in_the_service(tmp_path: Path) -> None:
     with serving(tmp_path, 3) as nodes, threads_inside(nodes.names[STANDBY], NUM_CLIENTS) as clients:
         recovery_s(nodes, "killed", clients)
@@ -245,7 +240,6 @@ def test_a_third_node_and_its_restarted_engine_stay_in_the_service(tmp_path: Pat
 
 
 @pytest.mark.slow
-@NOT_YET
 def test_an_orderly_end_of_the_first_node_ends_the_service(tmp_path: Path) -> None:
     with serving(tmp_path, 2) as nodes:
         nodes.service.processes[HEAD].terminate()
