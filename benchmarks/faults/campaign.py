@@ -461,7 +461,8 @@ class Campaign:
             "front_descriptors": len(os.listdir(f"/proc/{front}/fd")),
             "front_mb": round(pss_bytes(front) / 1e6, 1),
             "shared_memory_files": sum(not name.startswith(_SEMAPHORE) for name in os.listdir("/dev/shm")),
-            "processes": len(self.service.pids()),
+            # A front starts its checker of structures with the first request that has one.
+            "processes": sum("structure-checker" not in command_of(pid) for pid in self.service.pids()),
         }
 
     async def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
