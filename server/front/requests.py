@@ -33,7 +33,7 @@ from server.front.routing.loads import MoveCause
 from server.front.routing.moves import Moves
 from server.front.routing.prefix_sources import PrefixSources
 from server.front.routing.router import Router
-from server.front.routing.submissions import Submissions
+from server.front.routing.submissions import NEW, Resubmission, Submissions
 from server.front.timing import RequestCounts, TokenTimes
 from server.link.messages import Abort, RankFacts
 from server.link.ranks import Ranks
@@ -233,10 +233,10 @@ class Requests:
             generation.num_moves += cause in (MoveCause.QUEUE, MoveCause.MEMORY)
             generation.is_resuming = bool(request.replayed_ids) and cause is not MoveCause.SLEEP
             generation.is_handed_over = cause is MoveCause.HAND_OVER
-        saved_tokens = output.num_saved_tokens
-        self._submit(
-            generation, now_s, is_moved=True, target=target, previous=previous, saved_tokens=saved_tokens
+        again = Resubmission(
+            is_moved=True, target=target, previous=previous, saved_tokens=output.num_saved_tokens
         )
+        self._submit(generation, now_s, again)
 
     @property
     def num_parked(self) -> int:
@@ -311,7 +311,7 @@ class Requests:
             is_alive = previous in self._ranks.attached
             if is_alive:
                 self._left.add((previous, request_id))
-            self._submit(generation, now_s, previous=previous)
+            self._submit(generation, now_s, Resubmission(previous=previous))
             if is_alive:
                 self._ranks.post(previous, Abort(request_id))  # afterwards, because it may lose the rank
 
@@ -370,26 +370,10 @@ class Requests:
         else:
             self._submit(generation, now_s)
 
-    def _submit(
-        self,
-        generation: Generation,
-        now_s: float,
-        *,
-        is_moved: bool = False,
-        target: int | None = None,
-        previous: int | None = None,
-        saved_tokens: int = 0,
-    ) -> None:
-        """Submit a choice and its delivered tokens to a rank, or park it. The arguments are those of `Submissions.submit`."""
+    def _submit(self, generation: Generation, now_s: float, again: Resubmission = NEW) -> None:
+        """Submit a choice and its delivered tokens to a rank, or park it."""
         try:
-            is_submitted = self._submissions.submit(
-                generation,
-                now_s,
-                is_moved=is_moved,
-                target=target,
-                previous=previous,
-                saved_tokens=saved_tokens,
-            )
+            is_submitted = self._submissions.submit(generation, now_s, again)
         except ImageRowsError as error:
             self._end(generation, FinishReason.ERROR, errors.failed(str(error)), str(error))
             return

@@ -97,7 +97,8 @@ async def _with_images(
     """
     if not body.images:
         return prompts, NO_IMAGES
-    field, prompt_field = body.own().images_field, body.own().prompt_field
+    own = body.own()
+    field, prompt_field = own.images_field, own.prompt_field
     parts = listed_images(body.images, field)
     if model.images is None:
         raise bad_request(f"{field}: this model supports only text, because {model.why_no_images}.", field)

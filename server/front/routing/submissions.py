@@ -6,6 +6,7 @@ are the caller's.
 """
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from server.front.adapters.places import AdapterPlaces
 from server.front.generations import Generation
@@ -14,6 +15,18 @@ from server.front.routing.prefix_sources import PrefixSources
 from server.front.routing.router import Router
 from server.link.messages import Expect
 from server.link.ranks import Ranks
+
+
+class Resubmission(NamedTuple):
+    """How a choice that a rank had goes to a rank again. The defaults are those of a new choice."""
+
+    is_moved: bool = False  # pick a rank regardless of the session, which then follows to that rank
+    target: int | None = None  # the rank that reserved a place for it; None lets the router pick one
+    previous: int | None = None  # the rank that had begun it
+    saved_tokens: int = 0  # first tokens that its last rank is saving to the tiers of its host
+
+
+NEW = Resubmission()
 
 
 class Submissions:
@@ -31,23 +44,8 @@ class Submissions:
         self._ranks, self._router, self._journal = ranks, router, journal
         self._sources, self._adapters = sources, adapters
 
-    def submit(
-        self,
-        generation: Generation,
-        now_s: float,
-        *,
-        is_moved: bool = False,
-        target: int | None = None,
-        previous: int | None = None,
-        saved_tokens: int = 0,
-    ) -> bool:
+    def submit(self, generation: Generation, now_s: float, again: Resubmission = NEW) -> bool:
         """Submit a choice to the best rank. Returns False if no rank is there or its adapter has no place.
-
-        Args:
-            is_moved: Whether to pick a rank regardless of the session, which then follows the request to that rank.
-            target: The rank that reserved a place for it, or None to let the router pick one.
-            previous: The rank that had begun it.
-            saved_tokens: First tokens that its last rank is saving to the tiers of its host.
 
         Raises:
             ImageRowsError: The rows of its images cannot be read.
@@ -61,16 +59,16 @@ class Submissions:
         token_ids = [*request.key_ids, *request.replayed_ids]
         session = generation.asker.session
         num_more = max(0, params.max_tokens - len(request.replayed_ids))
-        if target is not None and request.replayed_ids:  # it was running
-            rank, next_rank = target, None
+        if again.target is not None and request.replayed_ids:  # it was running
+            rank, next_rank = again.target, None
         else:
             rank, next_rank = self._router.assign(
-                token_ids, "" if is_moved else session, most_tokens=num_more, rank=target
+                token_ids, "" if again.is_moved else session, most_tokens=num_more, rank=again.target
             )
         is_near = self._router.share_host(generation.rank, rank)
         if self._sources.has_several:
             held = self._router.held_tokens(token_ids)
-            request = replace(request, prefix_at=self._sources.address_for(rank, held, previous))
+            request = replace(request, prefix_at=self._sources.address_for(rank, held, again.previous))
         self._journal.move(request_id, rank)
         generation.move(rank, now_s)
         self._router.admit(
@@ -85,11 +83,11 @@ class Submissions:
             is_resumed=bool(request.replayed_ids),
             next_rank=next_rank,
         )
-        if next_rank is not None or saved_tokens:
+        if next_rank is not None or again.saved_tokens:
             request = replace(
                 request,
                 hands_over=next_rank is not None,
-                num_awaited_tokens=saved_tokens if is_near or request.prefix_at else 0,
+                num_awaited_tokens=again.saved_tokens if is_near or request.prefix_at else 0,
             )
         self.expect_no_more(generation, rank)
         self._ranks.submit(rank, request, now_s=now_s)

@@ -51,7 +51,7 @@ from server.serve.standby.waiting import keep_ending
 if TYPE_CHECKING:  # they import the planner's compiled kernels
     from server.serve.front.http_service import HttpService
     from server.serve.front.pool_front import PoolFront
-    from server.serve.front.service import Service
+    from server.serve.front.service import FrontService
 
 _LOG = logging.getLogger("wideep.front")
 _ANSWERS_S = 2.0  # for responses still being sent after all requests have ended
@@ -94,7 +94,7 @@ class Front:
         options: Options,
         ranks: Ranks,
         metrics: Metrics,
-        service: "Service",
+        service: "FrontService",
         http: "HttpService",
         ending: Ending,
         joined: JoinedPools,

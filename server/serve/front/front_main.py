@@ -187,7 +187,7 @@ async def _run(
                 files = KeptFiles(place.kept, lambda kind, text: service.events.note(kind, text), node)
             except OSError as error:
                 return _complain(f"--standby: {error}")
-        service = slow.Service(
+        service = slow.FrontService(
             options,
             tokenizer,
             ranks=ranks,

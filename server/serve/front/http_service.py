@@ -1,4 +1,4 @@
-"""The HTTP side of a front: the served model, the routes over a `Service`, and the HTTP server.
+"""The HTTP side of a front: the served model, the routes over a `FrontService`, and the HTTP server.
 
 The front (`front_main`) binds its sockets, then imports this module by name, with torch hidden: it is slow to import.
 """
@@ -61,7 +61,7 @@ from server.options.adapters import modules_of
 from server.options.table import HttpOptions, Options
 from server.serve.front.image_files import fetched_images, stored_images
 from server.serve.front.served_model import served_model
-from server.serve.front.service import Service
+from server.serve.front.service import FrontService
 from server.serve.front.several_fronts import inner_app
 from server.serve.standby.leading import CopiedFirst, KeptFiles
 
@@ -74,7 +74,7 @@ class HttpService:
 
     def __init__(
         self,
-        service: Service,
+        service: FrontService,
         tokenizer: Tokenizer,
         *,
         metrics: Metrics,

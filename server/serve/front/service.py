@@ -1,6 +1,6 @@
 """A service in one front, without HTTP: requests, pools, weights, adapters, and the reasons why it does not serve.
 
-The parts depend on each other: no placement moves during a sleep, and no sleep begins during a weight update. `Service`
+The parts depend on each other: no placement moves during a sleep, and no sleep begins during a weight update. `FrontService`
 builds them and makes the decisions that need several of them. `http_service` serves them to clients, and `front` passes
 messages of ranks to them.
 """
@@ -45,7 +45,7 @@ _NO_UPDATE = (
 _ONE_FRONT_ONLY = "This works with one front only: restart the service without --api-server-count."
 
 
-class Service:
+class FrontService:
     """The parts of a service in one front, and what it is ready for."""
 
     def __init__(
