@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,18 +34,22 @@ class Outcome(NamedTuple):
     left: int  # and after it was closed
 
 
-def shared_memory() -> int:
-    """Count this process's mappings and descriptors of anonymous files that wires share."""
-    paths = Path("/proc/self/fd").iterdir()
-    links = [os.readlink(path) for path in paths if path.is_symlink()]
-    return sum("memfd:wideep" in text for text in [*links, *Path("/proc/self/maps").read_text().splitlines()])
+def shared_memory() -> Counter[int]:
+    """Count this process's mappings and descriptors of the anonymous files that wires and caches share, by inode."""
+    maps = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
+    found = Counter(int(fields[4]) for fields in maps if "memfd:wideep" in fields[-1])
+    for path in Path("/proc/self/fd").iterdir():
+        if path.is_symlink() and "memfd:wideep" in os.readlink(path):
+            found[path.stat().st_ino] += 1
+    return found
 
 
 def lose_a_rank(name: str, number: int, moment: str, timeout_s: float) -> Outcome:
     """Run two layers. The victim then gets the signal before its dispatch or before its combine."""
+    before = shared_memory()
     dispatcher = Dispatcher(open_wire(name, dist.group.WORLD, timeout_s=timeout_s), slots_per_rank=2)
     x_TH, slots_TK, weights_TK = torch.ones(4, 64), torch.arange(24).view(4, 6) % 6, torch.ones(4, 6)
-    begin, mapped = time.monotonic(), shared_memory()
+    begin, mapped = time.monotonic(), shared_memory() - before
     seen: tuple[str, int | None, float] = ("none", -1, 0.0)
     try:
         for layer in range(3):
@@ -59,7 +64,7 @@ def lose_a_rank(name: str, number: int, moment: str, timeout_s: float) -> Outcom
         seen = (type(error).__name__, error.rank, time.monotonic() - begin)
         error.__traceback__ = None  # it holds views of the memory
     dispatcher.close()
-    return Outcome(*seen, mapped, shared_memory())
+    return Outcome(*seen, mapped.total(), (shared_memory() - before).total())
 
 
 @pytest.mark.parametrize(("name", "moment"), [("shm", "dispatch"), ("shm", "combine"), ("gloo", "combine")])
@@ -166,14 +171,15 @@ def test_a_closed_wire_says_so(pool_of: PoolOf, name: str) -> None:
 
 
 def count_mappings_after_use() -> tuple[int, int, int]:
-    """Return (shared memory while open, once closed, descriptors gained)."""
-    gc.collect()  # engines of earlier tests in the same process also have wires
-    descriptors = len(os.listdir("/proc/self/fd"))
+    """Return (shared memory while open, once closed, descriptors gained). That of earlier tests in this process does not count."""
+    gc.collect()  # their engines have descriptors
+    descriptors, before = len(os.listdir("/proc/self/fd")), shared_memory()
     wire = open_wire("shm", dist.group.WORLD)
-    during = shared_memory()
+    during = shared_memory() - before
     dist.barrier()
     wire.close()
-    return during, shared_memory(), len(os.listdir("/proc/self/fd")) - descriptors
+    after = shared_memory() - before
+    return during.total(), after.total(), len(os.listdir("/proc/self/fd")) - descriptors
 
 
 def test_closing_returns_memory_and_descriptors(pool_of: PoolOf) -> None:
