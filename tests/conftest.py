@@ -50,6 +50,14 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("same examples" if is_fast else "search")
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Leave most pairs of a crossed test's parameters to `make test-all`: every value is in some pair of `make test`."""
+    for mark in item.iter_markers("crossed"):
+        indices = item.callspec.indices  # type: ignore[attr-defined]
+        if sum(indices[name] for name in mark.args) % mark.kwargs["every"]:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Start the long files first if several processes run tests, so that none of them is left for one process at the end."""

@@ -45,7 +45,7 @@ def test_each_sequence_of_a_batch_gives_what_it_gives_alone(oracle: tuple[Path, 
         assert np.abs(ours - wanted).max() < TOLERANCE
 
 
-@pytest.mark.parametrize("tokens", [512, 16])
+@pytest.mark.parametrize("tokens", [pytest.param(512, marks=pytest.mark.slow), 16])
 def test_a_sequence_that_grows_long_goes_on_as_if_it_had_been(
     oracle: tuple[Path, PreTrainedModel], tokens: int
 ) -> None:

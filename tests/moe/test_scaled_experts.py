@@ -53,7 +53,9 @@ def test_experts_without_the_interface_that_compute_otherwise_are_refused(
         Skeleton(tmp_path)
 
 
-@pytest.mark.parametrize("budget", [7, 16, 29, 512])
+@pytest.mark.parametrize(
+    "budget", [7, *(pytest.param(budget, marks=pytest.mark.slow) for budget in (16, 29, 512))]
+)
 def test_prompts_longer_than_attentions_chunks_may_be_cut_anywhere(budget: int, tmp_path: Path) -> None:
     """Chunks of 16 tokens, and queries scaled by position, in steps of 8."""
     oracle, sequences = write_checkpoint("llama4", tmp_path), prompts(50, 3, 33, 16, 17)

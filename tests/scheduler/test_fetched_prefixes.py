@@ -86,6 +86,7 @@ def at(address: str, wanted: Sequence[Request]) -> list[Request]:
     return [replace(request, prefix_at=address) for request in wanted]
 
 
+@pytest.mark.crossed("family", "settings", every=2)
 @pytest.mark.parametrize(
     "settings", [{}, {"max_num_seqs": 1}, {"speculative_config": DRAFTS}], ids=["batch", "one seat", "drafts"]
 )

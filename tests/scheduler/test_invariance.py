@@ -134,6 +134,7 @@ def served_alone(
     return directory, answers_of(directory, True, 1, enable_prefix_caching=False)
 
 
+@pytest.mark.crossed("served_alone", "settings", every=2)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -152,6 +153,7 @@ def test_batch_chunks_prefix_hits_preemption_and_threads_change_no_bit(
     assert answers_of(directory, False, 2, **settings) == alone
 
 
+@pytest.mark.crossed("served_alone", "backend", every=2)
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_ranks_and_wires_change_no_bit(
@@ -230,6 +232,7 @@ def test_fp8_dispatch_gives_the_same_bits_on_any_ranks_and_close_answers(
         assert {key: value for part in parts for key, value in part.items()} == wanted
 
 
+@pytest.mark.crossed("served_alone", "settings", "kv_cache_dtype", every=2)
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
 @pytest.mark.parametrize(
     "settings",

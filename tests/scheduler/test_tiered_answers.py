@@ -56,6 +56,7 @@ def serve_with_tiers(
     return outputs, figures_of(built)
 
 
+@pytest.mark.crossed("family", "settings", every=2)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -110,6 +111,7 @@ def test_a_restarted_service_finds_its_blocks_on_the_disk(
     assert first.disk_store_bytes > 0 and second.disk_hit_tokens > first.disk_hit_tokens
 
 
+@pytest.mark.crossed("family", "settings", every=2)
 @pytest.mark.parametrize(
     "settings",
     [

@@ -279,7 +279,9 @@ def test_a_deadline_or_an_abort_amid_drafts_leaves_what_was_delivered(
     assert built.scheduler.stats.num_free_blocks == built.scheduler.stats.num_blocks
 
 
-@pytest.mark.parametrize("max_model_len", [43, 44, 48, 50, 100])
+@pytest.mark.parametrize(
+    "max_model_len", [43, 50, *(pytest.param(length, marks=pytest.mark.slow) for length in (44, 48, 100))]
+)
 def test_drafts_end_where_the_context_or_max_tokens_does(foreseen: Path, max_model_len: int) -> None:
     """At every position within a step and within a block."""
     wanted = [each for each in requests(6, 60) if len(each.prompt_ids) < max_model_len - 1]

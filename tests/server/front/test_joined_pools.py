@@ -100,6 +100,7 @@ def test_a_pool_serves_once_all_of_its_ranks_have_joined(front: FrontProcess) ->
     assert "pool decode (decode, ranks 1 to 2) joins the service" in str(status(front)["events"])
 
 
+@pytest.mark.slow
 def test_a_pool_that_dies_before_it_is_whole_disturbs_nothing_and_may_try_again(front: FrontProcess) -> None:
     attach(front, wanted(front, "run", 0))
     present(front, 1).kill()
@@ -136,6 +137,7 @@ def test_a_pool_that_is_lost_leaves_its_requests_to_the_other_and_returns_under_
     assert front.post("/v1/completions", json=body).json()["choices"] == expected
 
 
+@pytest.mark.slow
 def test_a_second_pool_of_a_serving_pool_s_name_is_refused(front: FrontProcess) -> None:
     join(front)
     refused = wanted(front, "other", 0)
@@ -146,6 +148,7 @@ def test_a_second_pool_of_a_serving_pool_s_name_is_refused(front: FrontProcess) 
     assert has_joined(front)
 
 
+@pytest.mark.slow
 def test_a_rank_of_no_pool_is_refused(front: FrontProcess) -> None:
     with pytest.raises(LinkError, match="rank 1 of 2 does not belong to this service of 1 ranks"):
         front.attach(1, num_restarts=1, world_size=2, loaded=HOME)

@@ -111,6 +111,7 @@ def test_a_service_is_ready_when_all_pools_are_and_its_status_has_each(model_dir
         assert front.close()[0] == 0
 
 
+@pytest.mark.slow
 def test_a_lost_rank_begins_an_epoch_of_its_own_pool_only(front: FrontProcess) -> None:
     front.script("f-say", "one two three")
     present(front, 3).kill()
@@ -153,6 +154,7 @@ def test_requests_of_a_lost_pool_continue_on_the_other(front: FrontProcess) -> N
     assert choices(front) == wanted
 
 
+@pytest.mark.slow
 def test_requests_leave_a_pool_whose_living_ranks_do_not_meet_again(front: FrontProcess) -> None:
     with held_choices(front) as wanted:
         for rank in (2, 3):
@@ -169,6 +171,7 @@ def test_requests_leave_a_pool_whose_living_ranks_do_not_meet_again(front: Front
     assert not any(rank.wrong_replays for rank in front.ranks)
 
 
+@pytest.mark.slow
 def test_experts_of_a_pool_are_asked_for_by_its_name(front: FrontProcess) -> None:
     loads = {name: front.get("/experts/load", params={"pool": name}).json() for name in POOLS}
     assert [[each["rank"] for each in loads[name]["ranks"]] for name in POOLS] == [[0, 1], [2, 3]]
@@ -192,6 +195,7 @@ def test_experts_of_a_pool_are_asked_for_by_its_name(front: FrontProcess) -> Non
     assert front.get("/experts/history").json()["under_way"] is None
 
 
+@pytest.mark.slow
 def test_a_pool_that_stays_away_does_not_end_the_service_but_the_last_one_does(model_dir: Path) -> None:
     front = front_of(model_dir, "--rank-recovery-timeout=0.3")
     try:
@@ -218,6 +222,7 @@ def test_a_pool_that_stays_away_does_not_end_the_service_but_the_last_one_does(m
         front.close()
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_lost_before_its_pool_has_served_ends_the_service(model_dir: Path) -> None:
     front = FrontProcess(model_dir, "--served-model-name=m", "--pools=both:1,both:2", num_ranks=3)
     try:

@@ -146,6 +146,7 @@ def test_an_address_of_no_node_ends_the_start_with_a_message(monkeypatch: pytest
         jobs.find_standby(jobs.open(), is_start=True)
 
 
+@pytest.mark.slow
 def test_a_ring_in_a_lost_store_has_no_effect_and_one_in_the_next_store_wakes_a_rank(
     first: tuple[Endpoint, "subprocess.Popen[str]"], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,6 +76,7 @@ def test_an_equal_picture_has_the_same_rows_and_another_one_other_keys(seeing: F
     assert list(once.key_ids)[:12] == list(again.key_ids)[:12] != list(other.key_ids)[:12]
 
 
+@pytest.mark.slow
 def test_an_encoder_that_was_killed_is_replaced(seeing: FrontProcess) -> None:
     before = asked(seeing, "before", WIDE)
     [pid] = [int(each) for each in _children(seeing.process.pid) if "image-encoder" in _command(each)]

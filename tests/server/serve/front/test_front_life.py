@@ -61,6 +61,7 @@ def test_it_is_ready_when_every_rank_is_and_checks_keys(model_dir: Path, fronts:
     assert all(rank.stopped.is_set() for rank in front.ranks), "ranks are stopped first"
 
 
+@pytest.mark.slow
 def test_a_deadline_reaches_the_rank_and_then_the_client(model_dir: Path, fronts: list[FrontProcess]) -> None:
     front = FrontProcess(model_dir, "--request-timeout", "0.2", num_ranks=1).attach_all()
     fronts.append(front)
@@ -81,6 +82,7 @@ def test_a_deadline_reaches_the_rank_and_then_the_client(model_dir: Path, fronts
     never.set()
 
 
+@pytest.mark.slow
 def test_when_no_rank_comes_back_in_time_open_requests_fail_cleanly_and_the_front_ends(
     model_dir: Path, fronts: list[FrontProcess]
 ) -> None:
@@ -116,6 +118,7 @@ def test_when_no_rank_comes_back_in_time_open_requests_fail_cleanly_and_the_fron
     assert status == 1 and said.endswith(f"wideep front: no rank came back for 0.1 s: {lost}\n")
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_lost_before_the_service_has_begun_ends_the_front(
     model_dir: Path, fronts: list[FrontProcess]
 ) -> None:
