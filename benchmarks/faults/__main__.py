@@ -95,8 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the campaign; return the exit status."""
     parser = _parser()
     args = parser.parse_args(arguments)
-    if args.resizes and (args.random or args.kinds or args.pools or args.nodes > 1 or args.fronts > 1):
-        parser.error("--resizes excludes --random, --kinds, --pools, --nodes and --fronts")
+    if args.resizes and (args.random or args.kinds or args.pools or args.nodes > 1):
+        parser.error("--resizes excludes --random, --kinds, --pools and --nodes")
     card = environment_card()
     print_card(card)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM unwinds like Ctrl-C
@@ -114,9 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _result_name(args: argparse.Namespace) -> str:
-    if args.resizes:
-        return "faults-resizes"
-    return "faults-fronts" if args.fronts > 1 else "faults"
+    return "faults" + ("-resizes" if args.resizes else "") + ("-fronts" if args.fronts > 1 else "")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -145,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--save",
         action="store_true",
-        help="write benchmarks/results/faults-<date>-<cpu>.json; faults-resizes or faults-fronts for a campaign of these",
+        help="write benchmarks/results/faults-<date>-<cpu>.json; -resizes and -fronts are added for a campaign of these",
     )
     return parser
 
@@ -215,8 +213,8 @@ def _possible(args: argparse.Namespace) -> dict[str, Fault]:
         reasons |= dict.fromkeys([*OF_TIERS, *OF_NODES], "the service has no tiers (--tiers)")
     elif args.nodes == 1:
         reasons |= dict.fromkeys(OF_NODES, "all ranks share the memory of one node (--nodes 2)")
-    if args.pools or args.fronts > 1 or args.nodes == 2:
-        reasons |= dict.fromkeys(OF_RESIZES, "the service has pools, several fronts or nodes")
+    if args.pools or args.nodes == 2:
+        reasons |= dict.fromkeys(OF_RESIZES, "the service has pools or nodes")
     if args.fronts == 1:
         reasons[KILL_A_FRONT] = "the service has one front (--fronts)"
     if args.nodes == 2:

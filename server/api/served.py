@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from server.api.images import NO_TOWER
 from server.api.parsers.registry import Markup
 from server.front import errors
-from server.front.adapters.registry import Adapters, NamedAdapter
+from server.front.adapters.registry import KnownAdapters, NamedAdapter
 from server.front.images.input import ImageInput
 from server.front.structure.structure_checks import StructureChecks
 from server.front.tokenizer import Tokenizer
@@ -37,7 +37,7 @@ class ServedModel:
     # Limits the concurrent work in `run`.
     long_work: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_LONG_WORK))
     markup: Markup = Markup()  # noqa: RUF009 - frozen; the model's format for calls and reasoning
-    adapters: Adapters | None = None  # None: the service has none
+    adapters: KnownAdapters | None = None  # None: the service has none
     images: ImageInput | None = None  # None: the model takes no images, because
     why_no_images: str = NO_TOWER
 

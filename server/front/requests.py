@@ -23,7 +23,7 @@ from kvcache.images import ImageRowsError
 from scheduler.policy.request import FinishReason, RankStats, RequestOutput, Withdraw
 from scheduler.structure.compiler import CLIENTS_FAULT, StructureError
 from server.front import errors, waiting
-from server.front.adapters.places import AdapterPlaces
+from server.front.adapters.places import RequestAdapters
 from server.front.admission import Admission, SharedCounts
 from server.front.detokenizer import Decoder
 from server.front.errors import ApiError
@@ -63,7 +63,7 @@ class Requests:
         why_not_ready: Callable[[], str | None] = lambda: None,
         who_asks: Callable[[], Asker] = lambda: NOBODY,
         label_of: Callable[[int | None], str] = lambda _number: "",
-        adapters: AdapterPlaces | None = None,
+        adapters: RequestAdapters | None = None,
         shared: SharedCounts | None = None,
     ) -> None:
         """Args: timeout_s is the deadline of each request, 0 for none; admission limits open requests, None for no limit;

@@ -236,9 +236,16 @@ class Ranks:
         """Announce a request that another rank of the same host will hand over to this one. Its blocks need no rows of images."""
         self.post(rank, Expect(request.request_id, Submit.of(request, now_s, with_rows=False)))
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The number of ranks, and the one that a resize leads to; without a resize, the same."""
+        return self._sizes or (self.num_ranks, self.num_ranks)
+
     def resize(self, num_ranks: int, next_num: int) -> None:
         """Accept ranks of a service with this number of ranks, and of the one that a resize leads to."""
         self.num_ranks, self._sizes = num_ranks, (num_ranks, next_num)
+        # Later ranks with these numbers are other ones.
+        self.given_up = {rank: num for rank, num in self.given_up.items() if rank < min(self._sizes)}
 
     def post(self, rank: int, message: ToRank) -> None:
         """Send a message to a rank, unless it is gone."""

@@ -348,9 +348,8 @@ def _check_fronts(options: Options) -> None:
                 f"{flag} does not work with --api-server-count {options.api_server_count}, because the kernel spreads "
                 "connections over the fronts; leave one of the two out"
             )
-    for flag, is_given in (("--enable-lora", options.engine.enable_lora), ("--pool", options.has_own_pool)):
-        if is_given:
-            raise OptionsError(f"{flag} works with one front only; leave it or --api-server-count out")
+    if options.has_own_pool:
+        raise OptionsError("--pool works with one front only; leave it or --api-server-count out")
 
 
 def _check_standby(options: Options) -> None:

@@ -131,7 +131,7 @@ def test_every_kind_has_one_name() -> None:
     ("words", "left_out"),
     [
         ((), {*OF_TIERS, *OF_NODES, "kill a front"}),
-        (("--fronts=2", "--tiers"), {*OF_RESIZES, *OF_NODES}),
+        (("--fronts=2", "--tiers"), {*OF_NODES}),
         (("--nodes=2", "--tiers"), {*OF_RESIZES, "kill a front", "kill a supervisor"}),
     ],
 )
@@ -150,9 +150,7 @@ def test_cycles_of_resizes_kill_in_every_phase_of_every_resize() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "words", [("--random=3",), ("--kinds=kill one",), ("--pools=both:2",), ("--fronts=2",)]
-)
+@pytest.mark.parametrize("words", [("--random=3",), ("--kinds=kill one",), ("--pools=both:2",)])
 def test_resizes_and_other_faults_are_separate_campaigns(
     words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx
 import pytest
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from expert_placement.files import from_json, to_json
 from expert_placement.moves import align
+from tests.server.serve.front.test_real_fronts import fronts
 from tests.support.models.adapters import FUSED, SINGLE, write_adapter
 from tests.support.placement.placements import random_placement
 from tests.support.requests.timed_streams import stream_all
@@ -147,6 +149,44 @@ def test_adapters_are_loaded_listed_and_unloaded_while_serving(running: Running)
     assert service.post("/v1/unload_lora_adapter", json={"lora_name": "late"}).status_code == 200
     body = {"model": "late", "prompt": "a", "max_tokens": 1}
     assert service.post("/v1/completions", json=body).status_code == 404
+
+
+def test_two_fronts_serve_the_same_adapters_also_after_one_was_killed(
+    running: Running, tmp_path: Path
+) -> None:
+    """Four adapters rotate over three places. The expected answers are those of one front."""
+    write_adapter(running.root / "four", running.model, modules=MODULES, seed=11)
+    load = {"lora_name": "four", "lora_path": str(running.root / "four")}
+    assert running.service.post("/v1/load_lora_adapter", json=load).status_code == 200
+    asked = 3 * bodies((*NAMES, "four"))
+    expected = answers(running.service, asked)
+    modules = [f"{name}={running.root / name}" for name in NAMES[1:]]
+    flags = ("--enable-lora", "--max-loras=3", "--lora-modules", *modules, "-dp=2", "--api-server-count=2")
+    with RealService.serve(running.root / "tiny", tmp_path / "output.txt", *flags) as service:
+        service.wait_ready()
+        assert service.post("/v1/load_lora_adapter", json=load).status_code == 200
+        assert answers(service, asked) == expected
+        for number in (1, 0):
+            os.kill(fronts(service)[number], signal.SIGKILL)
+            wait_until(lambda: len(fronts(service)) == 2, service.output)
+            wait_until(lambda: _serves_at_all_fronts(service, "four"), service.output, within_s=START_S)
+            assert answers(service, asked) == expected
+        assert service.post("/v1/unload_lora_adapter", json={"lora_name": "four"}).status_code == 200
+        body = {"model": "four", "prompt": "a", "max_tokens": 1}
+        assert {service.post("/v1/completions", json=body).status_code for _ in range(8)} == {404}
+        metrics = service.get("/metrics").text
+        assert 'wideep:adapter_running_choices{lora_name="one",model_name="tiny"} 0.0' in metrics
+        assert service.status()["losses"] == 0
+
+
+def _serves_at_all_fronts(service: RealService, name: str) -> bool:
+    """Return whether each of some new connections, which the kernel spreads, finds a model."""
+    try:
+        states = [service.get("/health").status_code for _ in range(12)]
+        cards = [service.get("/v1/models").json()["data"] for _ in range(12)]
+    except httpx.TransportError:
+        return False
+    return states == [200] * 12 and all(name in {card["id"] for card in each} for each in cards)
 
 
 def test_bad_adapters_are_named_and_nothing_is_loaded(running: Running) -> None:

@@ -93,7 +93,7 @@ def _sizes(service: ServiceClient, present: int, sizes: Iterable[int], *, is_dry
                 refused[size] = str(error)
             elif error.status is None or not is_dry:
                 raise
-            else:  # it is not the size's fault: ranks are missing, or the service has several fronts
+            else:  # it is not the size's fault: ranks are missing, for example
                 return Sizes(wanted, {}, f"sizes were not checked: {error}")
     if accepted and (accepted != [present] or not refused):
         return Sizes(tuple(accepted), refused)

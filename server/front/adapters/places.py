@@ -8,12 +8,15 @@ its open requests have ended. Adapters get places in the order in which they beg
 A place changes in two rounds, see `scheduler.moves.adapters`: every rank reports it empty before any gets the next adapter, and every rank
 reports that one before requests use it. A rank that attaches gets the adapters of all places before it joins the others.
 
-Here adapters are known by the digest of their content. The registry has their names.
+Here adapters are known by the digest of their content. The registry has their names. Of several fronts, the leading one gives the
+places. A place that requests of the others may use becomes free in two steps: it takes no new requests, and then, when all fronts
+know that and no request is left, it is emptied.
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
@@ -25,6 +28,7 @@ from server.front.ordering import RanksToOrder
 PATIENCE_S = 1.0
 LOAD_TIMEOUT_S = 600.0  # for all ranks to read an adapter
 _CHECK = -1  # place of orders that only check an adapter
+_MOST_FAILURES = 16  # that other fronts may still have to learn
 
 
 class PlaceState(StrEnum):
@@ -84,14 +88,96 @@ class RanksWithAdapters(RanksToOrder, Protocol):
         """The attached ranks."""
 
 
+class RequestAdapters(Protocol):
+    """The adapters of requests: `AdapterPlaces`, or `server.front.several.followed_adapters.FollowedAdapters`."""
+
+    # Called when requests of some adapter may be submitted, and when those of a digest cannot be.
+    on_resident: Callable[[], None]
+    on_failed: Callable[[str, ApiError], None]
+
+    def accept(self, digest: str, request_id: str) -> None:
+        """Keep an adapter, also without a name, until `release` is called for this request.
+
+        Raises:
+            ApiError: 404 if the adapter was removed meanwhile.
+        """
+
+    def admit(self, digest: str, request_id: str) -> int | None:
+        """Return the place of an accepted request's adapter, or None if it must wait. A request that has a place keeps it."""
+
+    def release(self, digest: str, request_id: str) -> None:
+        """Note that a request has ended."""
+
+
+class OtherRequests(Protocol):
+    """The requests of other fronts, implemented by `server.front.several.adapter_needs.NeedsElsewhere`."""
+
+    def may_use(self, digest: str) -> bool:
+        """Return whether other fronts have requests with an adapter at ranks, or may submit some."""
+
+    def may_keep(self, digest: str) -> bool:
+        """Return whether other fronts have accepted requests with an adapter, or may accept some."""
+
+    def num_running(self, digest: str) -> int:
+        """Return the number of other fronts' requests at ranks with an adapter."""
+
+    def num_requests(self, digest: str) -> int:
+        """Return how many requests of other fronts have begun to use an adapter."""
+
+    def waiting(self) -> Iterable[str]:
+        """Return the adapters for which requests of other fronts wait."""
+
+
+class NoOtherRequests:
+    """Stands in if this front is the only one."""
+
+    def may_use(self, _digest: str) -> bool:
+        return False
+
+    def may_keep(self, _digest: str) -> bool:
+        return False
+
+    def num_running(self, _digest: str) -> int:
+        return 0
+
+    def num_requests(self, _digest: str) -> int:
+        return 0
+
+    def waiting(self) -> Iterable[str]:
+        return ()
+
+
 class PlaceUse(NamedTuple):
     """What is visible of an adapter at the ranks."""
 
     state: PlaceState
     num_running: int  # requests at ranks
     is_waiting: bool
-    num_requests: int  # counter
+    num_own_requests: int  # counter, of this front
     num_bytes: int  # on the rank with the most
+    num_requests: int  # counter
+
+
+class GivenPlace(NamedTuple):
+    """A place with an adapter that all ranks have."""
+
+    number: int  # of the place
+    digest: str
+    directory: str
+    takes_new: bool  # requests; otherwise it becomes free when those that use it have ended
+
+
+class AdapterFailure(NamedTuple):
+    """Why requests with an adapter cannot be served."""
+
+    number: int  # grows
+    digest: str
+    message: str
+
+    @property
+    def error(self) -> ApiError:
+        """The error with which these requests end."""
+        return ApiError(500, self.message)
 
 
 class AdapterPlaces:
@@ -105,13 +191,15 @@ class AdapterPlaces:
         self._places = [_Place(index) for index in range(num_places)]
         self._contents: dict[str, _Content] = {}
         self._checks: dict[int, _Check] = {}  # by the order's number
-        self._number = 0
+        self._number = time.time_ns()  # above those of an earlier front, to which ranks may still report
         self._timer: asyncio.TimerHandle | None = None  # of the next `_schedule`
         # Called when requests of some adapter may be submitted, and when those of a digest cannot be.
         self.on_resident: Callable[[], None] = lambda: None
         self.on_failed: Callable[[str, ApiError], None] = lambda _digest, _failure: None
         # Called with the names of an adapter that a rank has lost, and why: ranks may have cached wrong prefixes.
         self.on_broken: Callable[[list[str], str], None] = lambda _names, _reason: None
+        self.others: OtherRequests = NoOtherRequests()
+        self._failures: deque[AdapterFailure] = deque(maxlen=_MOST_FAILURES)
 
     def __len__(self) -> int:
         """Return the number of places."""
@@ -122,9 +210,47 @@ class AdapterPlaces:
         content = self._contents[digest]
         state = PlaceState.EMPTY if content.place is None else content.place.state
         return PlaceUse(
-            state, len(content.users), content.waiting_since_s is not None, content.num_requests,
-            content.num_bytes,
+            state, self._num_users(content), content.waiting_since_s is not None, content.num_requests,
+            content.num_bytes, content.num_requests + self.others.num_requests(digest),
         )  # fmt: skip
+
+    @property
+    def given(self) -> tuple[GivenPlace, ...]:
+        """The places with adapters that all ranks have."""
+        resident = (place for place in self._places if place.state is PlaceState.RESIDENT)
+        return tuple(
+            GivenPlace(place.index, each.digest, each.directory, not each.is_draining)
+            for place in resident
+            if (each := place.content) is not None
+        )
+
+    @property
+    def failures(self) -> tuple[AdapterFailure, ...]:
+        """The last failures."""
+        return tuple(self._failures)
+
+    def restore(self, given: Iterable[GivenPlace]) -> None:
+        """Continue with the places that an earlier process of this front has given, which requests of other fronts use."""
+        for each in given:
+            content = self._contents.setdefault(each.digest, _Content(each.digest, each.directory))
+            place = self._places[each.number]
+            self._begin_round(place, PlaceState.RESIDENT)
+            place.content, content.place, place.loaded_s = content, place, self._clock()
+
+    def look(self) -> None:
+        """Follow the requests of other fronts. To be called periodically if there are any."""
+        for digest in self.others.waiting():
+            content = self._contents.get(digest)
+            if content is None or content.waiting_since_s is not None:
+                continue
+            if content.place is None or content.is_draining:
+                content.waiting_since_s = self._clock()
+        for content in list(self._contents.values()):
+            if content.is_draining:
+                self._empty_if_unused(content)
+            elif content.waiting_since_s is not None and content.place is None:
+                self._schedule_soon()  # requests of other fronts may have ended
+            self._drop_unused(content.digest)
 
     def add_name(self, digest: str, directory: str, num_bytes: int, name: str, *, is_pinned: bool) -> None:
         """Keep an adapter under one more name. A pinned one never loses its place to another."""
@@ -198,8 +324,8 @@ class AdapterPlaces:
             content.users.discard(request_id)
             content.last_used_s = self._clock()
             if not content.users:
-                if content.is_draining and content.place is not None:
-                    self._empty(content.place)
+                if content.is_draining:
+                    self._empty_if_unused(content)
                 self._schedule_soon()
         self._drop_unused(digest)
 
@@ -232,7 +358,7 @@ class AdapterPlaces:
         names = list(content.names)
         content.names.clear()
         self.on_broken(names, reason)
-        self.on_failed(content.digest, ApiError(500, f"The adapter was removed: {reason}."))
+        self._fail(content.digest, f"The adapter was removed: {reason}.")
         content.waiting_since_s = None
         self._drop_unused(content.digest)
 
@@ -269,10 +395,10 @@ class AdapterPlaces:
         if place.state is PlaceState.EMPTYING:
             place.state, place.content = PlaceState.EMPTY, None
         elif content is not None and place.reason:
-            failure = ApiError(500, f"The adapter could not be loaded: {place.reason}.")
+            message = f"The adapter could not be loaded: {place.reason}."
             content.waiting_since_s = None
             self._empty(place)
-            self.on_failed(content.digest, failure)
+            self._fail(content.digest, message)
             return
         elif content is not None:
             place.state, place.loaded_s = PlaceState.RESIDENT, self._clock()
@@ -311,8 +437,9 @@ class AdapterPlaces:
         for content in list(self._victims()):
             if num_coming >= len(left):
                 return
-            if not content.users and content.place is not None:
-                self._empty(content.place)
+            if not self._num_users(content):
+                content.is_draining = True
+                self._empty_if_unused(content)
             elif num_coming < num_urgent:
                 content.is_draining = True
             else:
@@ -328,10 +455,25 @@ class AdapterPlaces:
             each for each in resident
             if each is not None and not each.is_draining and not any(each.names.values())
         ]  # fmt: skip
-        idle = [each for each in contents if not each.users]
+        idle = [each for each in contents if not self._num_users(each)]
         yield from sorted(idle, key=lambda each: each.last_used_s)
-        used = [each for each in contents if each.users]
+        used = [each for each in contents if each not in idle]
         yield from sorted(used, key=lambda each: each.place.loaded_s if each.place is not None else 0.0)
+
+    def _num_users(self, content: _Content) -> int:
+        """Return the number of requests at ranks that use an adapter."""
+        return len(content.users) + self.others.num_running(content.digest)
+
+    def _empty_if_unused(self, content: _Content) -> None:
+        """Take the place of a draining adapter away, if no request uses it and no front may submit one."""
+        assert content.is_draining, "requests may be submitted"
+        if content.place is not None and not content.users and not self.others.may_use(content.digest):
+            self._empty(content.place)
+
+    def _fail(self, digest: str, message: str) -> None:
+        failure = AdapterFailure(time.time_ns(), digest, message)
+        self._failures.append(failure)
+        self.on_failed(digest, failure.error)
 
     def _fill(self, place: _Place, content: _Content) -> None:
         self._begin_round(place, PlaceState.LOADING)
@@ -355,7 +497,7 @@ class AdapterPlaces:
     def _drop_unused(self, digest: str) -> None:
         """Forget an adapter without names, once no accepted request uses it."""
         content = self._contents.get(digest)
-        if content is None or content.open or content.names:
+        if content is None or content.open or content.names or self.others.may_keep(digest):
             return
         if content.place is not None:
             if content.place.state is not PlaceState.RESIDENT:

@@ -8,16 +8,18 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from moe.lora.adapter_config import AdapterError
 from moe.lora.adapter_files import read_adapter
 from server.front.adapters.places import AdapterPlaces, PlaceUse, RanksWithAdapters
 from server.front.errors import ApiError, bad_request
 from server.front.events import EventLog
+from server.front.ordering import wait_until
 from server.machine.whole_files import replace_text
 
 MAX_NAME_CHARS = 256
+FOLLOW_S = 10.0  # for other fronts to learn a name
 
 
 class NamedAdapter(NamedTuple):
@@ -40,6 +42,21 @@ class AdapterUse(NamedTuple):
 
     named: NamedAdapter
     at_ranks: PlaceUse
+
+
+class KnownAdapters(Protocol):
+    """The names of adapters: `Adapters`, or `server.front.several.followed_adapters.FollowedAdapters`."""
+
+    is_enabled: bool
+
+    def names_for(self, owner: str) -> tuple[str, ...]:
+        """Return the names that the API key with this digest may use."""
+
+    def find(self, name: str) -> NamedAdapter | None:
+        """Return a registered adapter, or None."""
+
+    def uses(self) -> Iterator[AdapterUse]:
+        """Yield what is visible of each registered adapter."""
 
 
 class Adapters:
@@ -72,13 +89,17 @@ class Adapters:
         self._why_starting: str | None = None
         self._coming: dict[str, _Kept] = {}  # names of the start that are not registered yet
         self.places = AdapterPlaces(ranks, num_places, clock)
+        self.is_enabled = num_places > 0
+        self._clock = clock
         self.places.on_broken = self._remove_broken
         self.on_broken: Callable[[], None] = lambda: None  # ranks may have cached wrong prefixes
+        # Returns whether all other fronts, if there are any, know the present names.
+        self.all_follow: Callable[[], bool] = lambda: True
 
     @property
-    def is_enabled(self) -> bool:
-        """Whether the service has adapters."""
-        return len(self.places) > 0
+    def registered(self) -> tuple[NamedAdapter, ...]:
+        """The registered adapters."""
+        return tuple(self._names.values())
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -181,6 +202,10 @@ class Adapters:
         self.places.drop_name(named.digest, name)
         self._keep()
         self._events.note("adapter_unloaded", f"the adapter {name} is removed")
+
+    async def wait_followed(self) -> None:
+        """Wait until every front knows the names, for a bounded time."""
+        await wait_until(self.all_follow, self._clock() + FOLLOW_S, self._clock)
 
     def unknown(self, name: str) -> ApiError:
         """Return a 404 for a name that is not registered."""

@@ -6,49 +6,34 @@ changes, so any failure, an abort or the deadline only ends the preparations. *C
 one epoch with the new number of ranks (`Leader.resize`). If they do not all meet, the former ranks do. Then leaving ranks end.
 
 An operation has an id. A repeated id is the same operation, so a client may retry. A second operation is refused while one runs.
-A file outlives this front, so its replacement knows the number of ranks. It returns to the former one if ranks had not all met.
+A file (`ResizeRecord`) outlives this front, so its replacement knows the number of ranks. It returns to the former one if ranks had not all met.
 
 vLLM's protocol is `POST /scale_elastic_ep`; the names of the phases are vLLM's. Unlike there, no request is refused meanwhile.
 """
 
 import asyncio
-import json
 import logging
 import time
 import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from enum import Enum
-from pathlib import Path
 from typing import Any, Protocol
 
-from expert_placement.files import from_json, to_json
 from expert_placement.placement import Placement
 from server.front.errors import ApiError, bad_request
 from server.front.events import EventLog
 from server.front.members.leader import Leader
 from server.front.members.membership import Epochs
 from server.front.members.readiness import why_no_change
+from server.front.members.resize_operation import Operation, ResizePhase, ResizeRecord
 from server.front.routing.moves import Moves
 from server.link.messages import DropPlacement, ReadExperts, ToRank
-from server.machine.whole_files import replace_text
 
 _LOG = logging.getLogger("wideep.front")
 POLL_S = 0.02  # while an operation waits
 LEAVE_S = 3.0  # for leaving ranks to end by themselves
 DRAIN_S = 120.0  # vLLM's default
 MOST_OPERATIONS = 16  # remembered
-
-
-class ResizePhase(Enum):
-    """The state of an operation. A service without any is idle."""
-
-    IDLE = "idle"
-    PREPARING = "preparing"
-    COMMITTING = "committing"
-    COMPLETED = "completed"
-    FAILED = "failed"
 
 
 class ResizedPool(Protocol):
@@ -109,47 +94,6 @@ class NoProcesses:
         """Do nothing."""
 
 
-@dataclass(kw_only=True)
-class Operation:
-    """One resize. Its fields change while it runs."""
-
-    id: str
-    former: int  # ranks before
-    wanted: int  # ranks after
-    drain_timeout_s: float
-    timeout_s: float
-    begun_s: float  # on the monotonic clock
-    phase: ResizePhase = ResizePhase.PREPARING
-    stage: str = ""  # what it waits for, as text
-    error: str | None = None
-    problem: str | None = None  # that ends it
-    is_aborted: bool = False
-    seconds: float = 0.0  # that it took; 0.0 while it runs
-    version: int = -1  # of its placement
-
-    @property
-    def has_ended(self) -> bool:
-        return self.phase in (ResizePhase.COMPLETED, ResizePhase.FAILED)
-
-    def to_json(self, now_s: float) -> dict[str, Any]:
-        """Return the fields that responses show."""
-        return {
-            "operation_id": self.id,
-            "phase": self.phase.value,
-            "stage": self.stage,
-            "error": self.error,
-            "seconds": round(self.seconds if self.has_ended else now_s - self.begun_s, 3),
-        }
-
-    def leaving(self) -> range:
-        """Return the ranks that leave."""
-        return range(self.wanted, self.former)
-
-    def coming(self) -> range:
-        """Return the ranks that come."""
-        return range(self.former, self.wanted)
-
-
 _NO_OPERATION = {
     "operation_id": None,
     "phase": ResizePhase.IDLE.value,
@@ -157,28 +101,6 @@ _NO_OPERATION = {
     "error": None,
     "seconds": 0.0,
 }
-
-
-class ResizeRecord:
-    """The file from which a restarted front knows the number of ranks."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        said = json.loads(path.read_text()) if path.exists() else {}
-        self.num_ranks: int | None = said.get("num_ranks")
-        self.operation: dict[str, Any] | None = said.get("operation")
-        home = said.get("home")
-        # Set if the earlier front ended while ranks met: their placement before.
-        self.home: Placement | None = None if home is None else from_json(home)
-
-    def write(self, num_ranks: int, operation: Operation, home: Placement | None = None) -> None:
-        """Replace the file's content."""
-        said = {
-            "num_ranks": num_ranks,
-            "operation": {"id": operation.id, "wanted": operation.wanted, "phase": operation.phase.value, "error": operation.error},
-            "home": None if home is None else to_json(home),
-        }  # fmt: skip
-        replace_text(self._path, json.dumps(said))
 
 
 class _ResizeError(Exception):
@@ -198,6 +120,7 @@ class Resize:
         timeout_s: float,
         why_not: Callable[[int, int], str | None],
         why_not_now: Callable[[], str | None] = lambda: None,
+        all_follow: Callable[[], bool] = lambda: True,
         impossible: ApiError | None = None,
         on_size: Callable[[int, int], None] = lambda _num_ranks, _most: None,
         events: EventLog | None = None,
@@ -209,12 +132,13 @@ class Resize:
             timeout_s: Default deadline of the preparations.
             why_not: Returns why the service cannot change from one number of ranks to another, or None if it can.
             why_not_now: Returns why it cannot at present, or None if it can.
+            all_follow: Returns whether the other fronts know the present number of ranks and which of them drain.
             impossible: Why this service can never be resized, or None if it can.
             on_size: Called with the number of ranks and with the largest number that may attach, when one of them changes.
         """
         self._pool, self._moves, self._ranks, self._record = pool, moves, ranks, record
         self._timeout_s, self._why_not, self._why_not_now = timeout_s, why_not, why_not_now
-        self._impossible, self._on_size = impossible, on_size
+        self._all_follow, self._impossible, self._on_size = all_follow, impossible, on_size
         self._events, self._clock = events or EventLog(), clock
         self.processes: RankProcesses = NoProcesses()
         self.num_ranks = pool.epochs.num_ranks  # effective: changes when all members of a resize have met
@@ -403,13 +327,16 @@ class Resize:
     async def _prepare(self, operation: Operation) -> None:
         pool, coming, leaving = self._pool, operation.coming(), operation.leaving()
         await self._until(operation, "a change of the placement to end", lambda: not pool.is_changing)
-        self._target = target = await pool.plan(operation.wanted)
+        target = await pool.plan(operation.wanted)
         operation.version = target.version
         self._read.clear()
         if coming:
             self._on_size(operation.former, operation.wanted)
             self._ranks.resize(operation.former, operation.wanted)
+            await self._until(operation, "other fronts to expect the new ranks", self._all_follow)
             pool.epochs.expect(operation.wanted)
+        self._target = target
+        if coming:
             self.processes.start(operation.wanted)
         staying = range(min(operation.former, operation.wanted))
         for rank in staying:
@@ -420,12 +347,16 @@ class Resize:
         await self._until(
             operation,
             "requests of leaving ranks to move",
-            lambda: not any(map(self._moves.num_open, leaving)) or self._clock() >= until_s,
+            lambda: self._have_moved(leaving) or self._clock() >= until_s,
         )
         await self._until(operation, "ranks to read experts", lambda: self._read.keys() >= {*staying})
         await self._until(
             operation, "new ranks to load and to warm up", lambda: pool.epochs.came >= {*coming}
         )
+
+    def _have_moved(self, leaving: range) -> bool:
+        """Return whether no front has requests at leaving ranks, or may submit some."""
+        return not leaving or (self._all_follow() and not any(map(self._moves.num_open, leaving)))
 
     async def _until(self, operation: Operation, stage: str, is_done: Callable[[], bool]) -> None:
         """Wait for a part of the preparations.

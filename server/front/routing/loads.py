@@ -110,10 +110,12 @@ class RankCounts(NamedTuple):
 class SharedLoads(Protocol):
     """The counts of several fronts, implemented by `server.front.several.board.Board`."""
 
-    own_loads: RankCounts  # of this front, changed in place
     prefixes: PrefixMemory
 
-    def loads(self) -> RankCounts:
+    def own_loads(self, num_ranks: int) -> RankCounts:
+        """Return the counts of this front, which change in place."""
+
+    def loads(self, num_ranks: int) -> RankCounts:
         """Return the sums over all fronts."""
 
     def rank_of_session(self, session: str) -> int | None:
@@ -131,7 +133,7 @@ class RankLoads:
         assert num_ranks >= 1, "a service has at least one rank"
         own = RankCounts(*np.zeros((len(RankCounts._fields), num_ranks), dtype=np.int64))
         self._shared = shared
-        self._count_in(own if shared is None else shared.own_loads)
+        self._count_in(own if shared is None else shared.own_loads(num_ranks))
         self._seats = np.full(num_ranks, _MANY_SEATS)  # until ranks report them
         self._step_tokens = np.full(num_ranks, USUAL_STEP_TOKENS)
         self._is_available = np.ones(num_ranks, dtype=bool)
@@ -152,12 +154,12 @@ class RankLoads:
         return len(self._is_available)
 
     def grow(self, num_ranks: int) -> None:
-        """Make room for this many ranks. The new ones are away until they enter. Not with several fronts."""
+        """Make room for this many ranks. The new ones are away until they enter."""
         added = num_ranks - self.num_ranks
         if added <= 0:
             return
-        assert self._shared is None, "several fronts share counts of a fixed size"
-        self._count_in(RankCounts(*(np.pad(counts, (0, added)) for counts in self._own)))
+        grown = RankCounts(*(np.pad(counts, (0, added)) for counts in self._own))
+        self._count_in(grown if self._shared is None else self._shared.own_loads(num_ranks))
         self._seats = np.pad(self._seats, (0, added), constant_values=_MANY_SEATS)
         self._step_tokens = np.pad(self._step_tokens, (0, added), constant_values=USUAL_STEP_TOKENS)
         self._is_available = np.pad(self._is_available, (0, added))
@@ -178,7 +180,7 @@ class RankLoads:
 
     def _totals(self) -> RankCounts:
         """Return the counts of all fronts. Do not change them."""
-        return self._own if self._shared is None else self._shared.loads()
+        return self._own if self._shared is None else self._shared.loads(self.num_ranks)
 
     @property
     def has_ranks(self) -> bool:

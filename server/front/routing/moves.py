@@ -61,10 +61,6 @@ class Moves:
         # Returns whether the other fronts, if there are any, give a draining rank no requests any more.
         self.all_follow: Callable[[], bool] = lambda: True
 
-    def resize(self, num_ranks: int) -> None:
-        """Change the number of ranks."""
-        self._num_ranks = num_ranks
-
     def num_open(self, rank: int) -> int:
         """Return the number of requests at a rank."""
         return self._router.num_open(rank)

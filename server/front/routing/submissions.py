@@ -8,7 +8,7 @@ are the caller's.
 from dataclasses import replace
 from typing import NamedTuple
 
-from server.front.adapters.places import AdapterPlaces
+from server.front.adapters.places import RequestAdapters
 from server.front.generations import Generation
 from server.front.journal import Journal
 from server.front.routing.prefix_sources import PrefixSources
@@ -38,7 +38,7 @@ class Submissions:
         router: Router,
         journal: Journal,
         sources: PrefixSources,
-        adapters: AdapterPlaces | None,
+        adapters: RequestAdapters | None,
     ) -> None:
         """Args: sources has the serving ranks; adapters has the places of adapters, None if no request has one."""
         self._ranks, self._router, self._journal = ranks, router, journal

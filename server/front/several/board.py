@@ -20,6 +20,7 @@ from server.front.routing.loads import RankCounts
 from server.front.routing.prefixes import PrefixMemory
 from server.front.several.shared_prefixes import SharedPrefixes, shared_numbers
 
+MOST_RANKS = 4096  # columns, so that a resize finds room for its ranks
 NUM_KEY_PLACES = 4096  # for the open choices by API key; keys that share a place share a limit
 _NUM_SESSIONS = 1 << 16  # a session takes the place of an older one with the same place
 
@@ -36,6 +37,7 @@ class Cell(IntEnum):
     NUM_PARKED = 6  # choices that wait for a rank to return
     NUM_REPLAYED = 7
     NUM_CUT_OFF = 8  # choices that earlier processes of this front had open when they were killed
+    ADAPTER_NEEDS = 9  # another number for each file of `adapter_needs`
 
 
 _SECTIONS = RankCounts._fields
@@ -50,21 +52,19 @@ class Board:
 
         Args:
             number: The number of this process's front.
+            num_ranks: Ranks at the start of the fronts.
         """
         self.number, self.num_fronts = number, num_fronts
-        num_columns = len(Cell) + len(_SECTIONS) * num_ranks + NUM_KEY_PLACES
-        rows = shared_numbers(path, 1 + num_fronts, num_columns)
+        num_loads = len(_SECTIONS) * MOST_RANKS
+        rows = shared_numbers(path, 1 + num_fronts, len(Cell) + num_loads + NUM_KEY_PLACES)
         self._head, self._rows = rows[0], rows[1:]
         self._own = self._rows[number]
-        first = len(Cell)
-        self._all_loads = self._rows[:, first : first + len(_SECTIONS) * num_ranks]
-        self._key_rows = self._rows[:, first + len(_SECTIONS) * num_ranks :]
-        self._num_ranks = num_ranks
+        _, all_loads, self._key_rows = np.split(self._rows, (len(Cell), len(Cell) + num_loads), axis=1)
+        # [fronts, sections, ranks]
+        self._all_loads = all_loads.reshape(num_fronts, len(_SECTIONS), MOST_RANKS)
         self.prefixes: PrefixMemory = SharedPrefixes(path.with_name("prefixes"), num_ranks)
         # A digest and a rank for each place.
         self._sessions = shared_numbers(path.with_name("sessions"), _NUM_SESSIONS, 2)
-        # This front's share of the ranks' loads, which it changes in place.
-        self.own_loads = RankCounts(*self._all_loads[number].reshape(len(_SECTIONS), num_ranks))
 
     def begin(self) -> int:
         """Take over this front's row. Returns the number of choices that a killed process of this front had open."""
@@ -100,9 +100,19 @@ class Board:
         """Return a number's sum over the other fronts."""
         return self.total(cell) - int(self._own[cell])
 
-    def loads(self) -> RankCounts:
-        """Return the ranks' loads, summed over all fronts."""
-        return RankCounts(*self._all_loads.sum(axis=0).reshape(len(_SECTIONS), self._num_ranks))
+    def own_loads(self, num_ranks: int) -> RankCounts:
+        """Return this front's share of the first ranks' loads, which it changes in place."""
+        assert num_ranks <= MOST_RANKS, "no service has as many ranks"
+        return RankCounts(*self._all_loads[self.number, :, :num_ranks])
+
+    def loads(self, num_ranks: int) -> RankCounts:
+        """Return the first ranks' loads, summed over all fronts."""
+        return RankCounts(*self._all_loads[:, :, :num_ranks].sum(axis=0))
+
+    @property
+    def num_at_ranks(self) -> int:
+        """Accepted choices that ranks have, of all fronts."""
+        return int(self.loads(MOST_RANKS).num_open.sum())
 
     @property
     def num_open(self) -> int:

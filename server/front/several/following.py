@@ -7,6 +7,7 @@ from server.front.requests import Requests
 from server.front.routing.loads import RankLoads
 from server.front.routing.moves import Moves
 from server.front.several.board import Board, Cell
+from server.front.several.followed_adapters import FollowedAdapters
 from server.front.several.service_state import ServiceState
 from server.link.messages import RankFacts
 from server.link.ranks import Ranks
@@ -27,17 +28,26 @@ class FollowingFront:
         router: RankLoads,
         requests: Requests,
         moves: Moves,
+        adapters: FollowedAdapters,
         on_level: Callable[[int], None],
+        on_size: Callable[[int, int], None],
     ) -> None:
-        """Args: on_level is called with the level of sleep whenever it may have changed."""
+        """Take the number of ranks from the newest state, which a front before this one may have followed.
+
+        Args:
+            on_level: Called with the level of sleep whenever it may have changed.
+            on_size: Called with the number of ranks and with the largest number that may attach, when one of them changes.
+        """
         self._board, self._folder = board, folder
         self._ranks, self._router, self._requests, self._moves = ranks, router, requests, moves
-        self._on_level = on_level
+        self._adapters, self._on_level, self._on_size = adapters, on_level, on_size
         self._entered: set[int] = set()  # ranks that requests are routed to
         self._is_linked = False  # all ranks have attached to this front
         self._state: ServiceState | None = None
         for rank in range(ranks.num_ranks):
             router.keep_out(rank)
+        if (newest := ServiceState.read(folder)) is not None:
+            self._follow_sizes(newest.sizes)
 
     def why_not_ready(self) -> str | None:
         """Return why this front refuses requests, or None if it accepts them.
@@ -67,19 +77,22 @@ class FollowingFront:
 
     def look(self) -> None:
         """Apply the newest state if it has changed."""
-        if not self._is_linked and len(self._ranks.attached) == self._ranks.num_ranks:
+        if not self._is_linked and len(self._ranks.attached) >= self._ranks.num_ranks:
             self._is_linked = True
             self._board.set(Cell.IS_READY, 1)
         version = self._board.version
         if version == self._board.read(Cell.APPLIED, self._board.number):
+            self._adapters.publish()
             return
         state = ServiceState.read(self._folder)
         if state is not None:
             self._apply(state)
+            self._adapters.publish()  # before the leading front learns that this one follows
             self._board.set(Cell.APPLIED, version)
 
     def _apply(self, state: ServiceState) -> None:
         before, self._state = self._state, state
+        self._follow_sizes(state.sizes)
         for rank, num_restarts in state.given_up:
             stream = self._ranks.attached.get(rank)
             if stream is not None and stream.facts.num_restarts <= num_restarts:
@@ -91,9 +104,16 @@ class FollowingFront:
             self._requests.abort_all()
         if before is not None and state.num_forgets > before.num_forgets:
             self._requests.forget_prefixes()
+        self._adapters.follow(state)
         self._on_level(state.sleep_level)
         self._follow_pauses(dict(before.pauses if before else ()), dict(state.pauses))
         self._moves.look(is_urgent=True)
+
+    def _follow_sizes(self, sizes: tuple[int, int]) -> None:
+        """Accept the ranks that a resize adds, before they attach."""
+        if sizes != self._ranks.sizes:
+            self._ranks.resize(*sizes)
+            self._on_size(sizes[0], max(sizes))
 
     def _follow_pauses(self, before: dict[str, bool], now: dict[str, bool]) -> None:
         for by, withdraws in now.items():
@@ -108,6 +128,7 @@ class FollowingFront:
         state, attached = self._state, self._ranks.attached
         if state is None:
             return
+        serving = {rank for rank, _ in state.serving}
         for rank, num_restarts in state.serving:
             stream = attached.get(rank)
             if stream is not None and stream.facts.num_restarts == num_restarts and rank not in self._entered:
@@ -116,5 +137,6 @@ class FollowingFront:
         for rank in self._entered:
             if rank in state.draining and not self._router.is_draining(rank):
                 self._router.drain(rank)
-            elif rank not in state.draining:
+            # A rank that leaves the service drains until it ends.
+            elif rank in serving and rank not in state.draining:
                 self._router.undrain(rank)

@@ -26,9 +26,9 @@ class LeadingFront:
     ) -> None:
         """Args: requests are those of this front; decisions returns the present state, without pauses and counters."""
         self._requests, self._board, self._folder, self._decisions = requests, board, folder, decisions
-        before = ServiceState.read(folder)
-        self.is_resuming = before is not None  # after an earlier process, until the service serves again
-        self._published = before or ServiceState()
+        self.before = before = ServiceState.read(folder)  # as an earlier process of this front has left it
+        self.is_resuming = before is not None  # until the service serves again
+        self._published = before or ServiceState(sizes=(0, 0))
         # A sleeping service stays asleep. Other pauses end with the front, as if it were the only one.
         self._pauses = {each.by: each.withdraws for each in self._published.pauses if each.by == SLEEP}
         self._num_aborts, self._num_forgets = self._published.num_aborts, self._published.num_forgets
@@ -75,7 +75,7 @@ class LeadingFront:
     def num_at_ranks(self) -> int:
         """Accepted choices of all fronts that ranks have. A front that may still submit some counts as one."""
         self.publish()
-        return int(self._board.loads().num_open.sum()) + self._num_behind()
+        return self._board.num_at_ranks + self._num_behind()
 
     def abort_all(self, *, why: str = "it falls asleep") -> None:
         """End every open request of all fronts as aborted. `why` is for lines of batches, which this front runs."""
@@ -104,7 +104,7 @@ class LeadingFront:
     def all_follow(self) -> bool:
         """Return whether every running front has applied the present state."""
         self.publish()
-        return not self._num_behind()
+        return not self.is_resuming and not self._num_behind()
 
     def others_are_done(self) -> bool:
         """Return whether no other front has an open request, or may accept one."""

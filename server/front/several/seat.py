@@ -25,6 +25,7 @@ class Seat(NamedTuple):
 
         Args:
             kept: The folder that outlives a front.
+            num_ranks: Ranks at the start of the fronts.
         """
         folder = kept / _FOLDER
         folder.mkdir(mode=0o700, exist_ok=True)

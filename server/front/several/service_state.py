@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import NamedTuple, Self
 
+from server.front.adapters.places import AdapterFailure, GivenPlace
+from server.front.adapters.registry import NamedAdapter
 from server.front.several.board import Board
 from server.machine.whole_files import replace_text
 
@@ -37,6 +39,7 @@ class WeightLabel(NamedTuple):
 class ServiceState(NamedTuple):
     """What every front must know of the service."""
 
+    sizes: tuple[int, int]  # the number of ranks, and the one that a resize leads to
     serving: tuple[EngineOfRank, ...] = ()  # engines that get requests
     given_up: tuple[EngineOfRank, ...] = ()  # the newest engine of each rank that the leading front dropped
     draining: tuple[int, ...] = ()  # ranks
@@ -46,6 +49,9 @@ class ServiceState(NamedTuple):
     pauses: tuple[Pause, ...] = ()
     weights: int = 0  # number of the serving version
     labels: tuple[WeightLabel, ...] = ()  # of that version and those around it
+    adapters: tuple[NamedAdapter, ...] = ()  # registered names
+    places: tuple[GivenPlace, ...] = ()  # of adapters that all ranks have
+    failures: tuple[AdapterFailure, ...] = ()  # the last ones, for requests with these adapters
     # These only grow: how often all requests were aborted, and prefixes were forgotten.
     num_aborts: int = 0
     num_forgets: int = 0
@@ -60,10 +66,19 @@ class ServiceState(NamedTuple):
         serving, given_up = (
             tuple(EngineOfRank(*each) for each in fields.pop(name)) for name in ("serving", "given_up")
         )
+        num_ranks, next_num = fields.pop("sizes")
         draining, roles = tuple(fields.pop("draining")), tuple(fields.pop("roles"))
         pauses = tuple(Pause(*each) for each in fields.pop("pauses"))
         labels = tuple(WeightLabel(*each) for each in fields.pop("labels"))
-        return cls(serving, given_up, draining, roles, pauses=pauses, labels=labels, **fields)
+        adapters = tuple(
+            NamedAdapter(*each)._replace(owners=tuple(each[-1])) for each in fields.pop("adapters")
+        )
+        places = tuple(GivenPlace(*each) for each in fields.pop("places"))
+        failures = tuple(AdapterFailure(*each) for each in fields.pop("failures"))
+        return cls(
+            (num_ranks, next_num), serving, given_up, draining, roles, pauses=pauses, labels=labels,
+            adapters=adapters, places=places, failures=failures, **fields,
+        )  # fmt: skip
 
     def publish(self, folder: Path, board: Board) -> int:
         """Replace the file, and return the state's number."""

@@ -2,6 +2,7 @@
 
 A table of a fixed size in a file that every front maps. A prefix has one place in it, and the newer one of two that have the same place
 stays. Two fronts may write a place at once; the estimate is then wrong for that prefix, as after an eviction in the rank.
+A word of a row has a bit for each of 63 ranks. A rank that a resize adds beyond the last word has no prefixes here.
 Unlike `PrefixMemory`, it does not count the requests that brought a prefix, so that `forget` may forget too much.
 """
 
@@ -34,13 +35,15 @@ class SharedPrefixes(PrefixMemory):
     """The prefixes of all fronts."""
 
     def __init__(self, path: Path, num_ranks: int) -> None:
-        """Map the file, which is created if it is missing."""
-        num_words = 1 + -(-num_ranks // _RANKS_PER_WORD)
-        table = shared_numbers(path, _NUM_PLACES, num_words)
+        """Map the file, which is created if it is missing. Other fronts may have begun with another number of ranks and words."""
+        num_words = -(-num_ranks // _RANKS_PER_WORD)
+        table = shared_numbers(path.with_name(f"{path.name}-{num_words}"), _NUM_PLACES, 1 + num_words)
         self._chunks, self._masks = table[:, 0], table[:, 1:]
-        self._num_ranks = num_ranks
+        self._most_ranks = num_words * _RANKS_PER_WORD
 
     def leave(self, rank: int) -> None:
+        if rank >= self._most_ranks:
+            return
         word, bit = divmod(rank, _RANKS_PER_WORD)
         self._masks[:, word] &= ~(1 << bit)
 
@@ -62,6 +65,8 @@ class SharedPrefixes(PrefixMemory):
         return held | dict.fromkeys(_ranks(still or 0), num_tokens)
 
     def forget(self, prompt_ids: Sequence[int], rank: int) -> None:
+        if rank >= self._most_ranks:
+            return
         word, bit = divmod(rank, _RANKS_PER_WORD)
         for chunk in chain(prompt_ids):
             place = chunk % _NUM_PLACES
@@ -69,6 +74,8 @@ class SharedPrefixes(PrefixMemory):
                 self._masks[place, word] &= ~(1 << bit)
 
     def remember(self, prompt_ids: Sequence[int], rank: int) -> int:
+        if rank >= self._most_ranks:
+            return 0
         word, bit = divmod(rank, _RANKS_PER_WORD)
         num_held, is_held = 0, True
         for chunk in chain(prompt_ids):

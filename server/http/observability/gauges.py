@@ -14,7 +14,8 @@ from prometheus_client.registry import Collector
 
 from server.front.journal import Journal
 from server.front.members.membership import Epochs, Phase
-from server.front.members.resize import Resize, ResizePhase
+from server.front.members.resize import Resize
+from server.front.members.resize_operation import ResizePhase
 from server.front.routing.loads import MoveCause
 from server.http.observability.throughput import Throughput
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import PlainTextResponse, Response
 
 from server.front.adapters.places import PlaceState
-from server.front.adapters.registry import Adapters, AdapterUse
+from server.front.adapters.registry import Adapters, AdapterUse, KnownAdapters
 from server.front.errors import ApiError, bad_request
 from server.http.routes import new_router
 
@@ -65,6 +65,11 @@ def adapter_routes(adapters: Adapters) -> APIRouter:
             is_pinned=body.pinned,
             owners=body.owners,
         )
+        await adapters.wait_followed()
+
+    async def unload(body: UnloadForm) -> None:
+        adapters.unload(body.lora_name)
+        await adapters.wait_followed()
 
     @router.post("/v1/load_lora_adapter", response_model=None, response_class=PlainTextResponse)
     async def load_lora_adapter(body: LoadForm) -> Response:
@@ -75,7 +80,7 @@ def adapter_routes(adapters: Adapters) -> APIRouter:
     @router.post("/v1/unload_lora_adapter", response_model=None, response_class=PlainTextResponse)
     async def unload_lora_adapter(body: UnloadForm) -> Response:
         """Remove an adapter. Requests that were accepted end as usual."""
-        adapters.unload(body.lora_name)
+        await unload(body)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     @router.post("/load_lora_adapter", response_model=None)
@@ -87,7 +92,7 @@ def adapter_routes(adapters: Adapters) -> APIRouter:
     @router.post("/unload_lora_adapter", response_model=None)
     async def unload_as_sglang(body: UnloadForm) -> dict[str, Any]:
         """Remove an adapter, by SGLang's endpoint."""
-        adapters.unload(body.lora_name)
+        await unload(body)
         return _sglang_answer(adapters)
 
     @router.get("/adapters", response_model=None)
@@ -124,7 +129,7 @@ def _shown(use: AdapterUse) -> Mapping[str, Any]:
 class AdapterMetrics(Collector):  # type: ignore[misc]
     """Exports the use of each adapter. Nothing without --enable-lora."""
 
-    def __init__(self, adapters: Adapters, model_name: str) -> None:
+    def __init__(self, adapters: KnownAdapters, model_name: str) -> None:
         self._adapters, self._model_name = adapters, model_name
 
     def describe(self) -> list[Metric]:
@@ -151,6 +156,6 @@ class AdapterMetrics(Collector):  # type: ignore[misc]
             of = (self._model_name, named.name)
             resident.add_metric(of, float(at_ranks.state is PlaceState.RESIDENT))
             running.add_metric(of, float(at_ranks.num_running))
-            begun.add_metric(of, float(at_ranks.num_requests))
+            begun.add_metric(of, float(at_ranks.num_own_requests))
             size.add_metric(of, float(at_ranks.num_bytes))
         yield from (resident, running, begun, size)

@@ -13,7 +13,8 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from server.front.errors import ApiError
-from server.front.members.resize import DRAIN_S, Operation, Resize, ResizePhase
+from server.front.members.resize import DRAIN_S, Resize
+from server.front.members.resize_operation import Operation, ResizePhase
 from server.http.routes import new_router
 
 MOST_RANKS = 65_536

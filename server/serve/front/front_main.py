@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from server.front.journal import Journal
 from server.front.members.nodes import JoinedPools
-from server.front.members.resize import ResizeRecord
+from server.front.members.resize_operation import ResizeRecord
 from server.front.several.seat import Seat
 from server.http.observability.logs import logging_to
 from server.http.observability.metrics import Metrics
@@ -138,13 +138,13 @@ async def _run(
 ) -> int:
     ending = Ending()
     record = ResizeRecord(place.kept / "resize.json")
-    num_ranks = record.num_ranks or num_ranks
     token = place.announced["token"] if place.announced else secrets.token_urlsafe(32)
     seat = None
     if options.api_server_count > 1:
         seat = Seat.take(
             place.kept, number=place.number, num_fronts=options.api_server_count, num_ranks=num_ranks
         )
+    num_ranks = record.num_ranks or num_ranks
     try:
         ranks = Ranks(num_ranks, token, cluster_key=options.cluster_key)
         ranks_address = ranks.bind(place.ranks_host, place.ranks_port)

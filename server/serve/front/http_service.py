@@ -105,7 +105,7 @@ class HttpService:
         else:
             assert fronts is not None, "a front without files follows another one"
             read_image = fetched_images(fronts.ask_leader, most_bytes)
-        self._model = served_model(options, tokenizer, service.ranks, service.adapters, read_image)
+        self._model = served_model(options, tokenizer, service.ranks, service.known_adapters, read_image)
         self._add_metrics(metrics, options.served_model_names[0])
         version = version_of("wideep") or "0+unknown"  # an uninstalled checkout
         self._traces = Traces.to(options.log.otlp_endpoint, service_version=version)
@@ -142,7 +142,7 @@ class HttpService:
         pools, requests = service.pools, service.requests
         are_named = pools.has_several
         add(ExpertsMetrics(pools.loads, name, are_named=are_named))
-        add(AdapterMetrics(service.adapters, name))
+        add(AdapterMetrics(service.known_adapters, name))
         if self._model.images is not None:
             encoder = self._model.images.encoder
             add(ImageMetrics(lambda: encoder.counts))
@@ -251,15 +251,15 @@ class HttpService:
             tasks.append(asyncio.create_task(self._model.images.encoder.start()))
         if self._options.enable_eplb and service.leads:
             service.pools.balance()
-        starting = asyncio.create_task(self._start_adapters())
-        tasks.append(starting)
+        starting = asyncio.create_task(self._start_adapters()) if service.leads else None
+        tasks += [starting] if starting is not None else []
         serving = [self._server.serve(sockets=[listener])]
         if fronts is not None and self._inner is not None:
-            tasks.append(asyncio.create_task(fronts.keep_looking()))
+            tasks.append(asyncio.create_task(fronts.keep_looking(service.look)))
             serving.append(self._inner.serve(sockets=[fronts.bind_inner()]))
         try:
             await asyncio.gather(*serving)
-            if starting.done():
+            if starting is not None and starting.done():
                 starting.result()  # raises if an adapter of the start cannot be served
         finally:
             tasks += service.pools.balancing

@@ -9,7 +9,7 @@ from typing import Any
 
 from server.api.parsers.registry import markup_of, shows_known_calls
 from server.api.served import ServedModel
-from server.front.adapters.registry import Adapters
+from server.front.adapters.registry import KnownAdapters
 from server.front.images.encoder import Encoder
 from server.front.images.input import ImageInput, ReadFile
 from server.front.images.seeing import ImageSupport, image_support_of
@@ -29,7 +29,7 @@ _DEFAULTS: dict[str, type[float] | type[int]] = {
 
 
 def served_model(
-    options: Options, tokenizer: Tokenizer, ranks: Ranks, adapters: Adapters, read_file: ReadFile
+    options: Options, tokenizer: Tokenizer, ranks: Ranks, adapters: KnownAdapters, read_file: ReadFile
 ) -> ServedModel:
     warn_of_unknown_calls(options, tokenizer.template)
     support = image_support_of(Path(options.model), tokenizer.special_ids, device=options.device)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from expert_placement.placement import Placement
-from server.front.adapters.registry import Adapters
+from server.front.adapters.registry import Adapters, KnownAdapters
 from server.front.admission import Admission
 from server.front.errors import ApiError, bad_request, draining
 from server.front.events import EventLog
@@ -18,11 +18,14 @@ from server.front.generations import Ask
 from server.front.journal import Journal
 from server.front.members.pool_roles import PoolRoles
 from server.front.members.readiness import why_service_not_ready
-from server.front.members.resize import Resize, ResizeRecord
+from server.front.members.resize import Resize
+from server.front.members.resize_operation import ResizeRecord
 from server.front.pausing import Pausing
 from server.front.requests import Requests
 from server.front.routing.moves import Moves
 from server.front.routing.routers import ROUTERS
+from server.front.several.adapter_needs import NeedsElsewhere
+from server.front.several.followed_adapters import FollowedAdapters
 from server.front.several.seat import Seat
 from server.front.several.service_state import ServiceState
 from server.front.sleep_mode import SleepMode
@@ -42,7 +45,6 @@ _NO_SLEEP = "The service cannot sleep: sleep mode is not implemented on GPUs. It
 _NO_UPDATE = (
     "The service cannot change its weights: updates are not implemented on GPUs. They work with --device cpu."
 )
-_ONE_FRONT_ONLY = "This works with one front only: restart the service without --api-server-count."
 
 
 class FrontService:
@@ -87,7 +89,7 @@ class FrontService:
             model_type=_model_type(Path(options.model)),
             why_impossible=_NO_UPDATE if options.device == "cuda" else None,
             why_not_now=self._why_paused,
-            all_know=lambda: self._leading is None or self._leading.all_follow(),
+            all_know=self._all_follow,
             on_served=lambda: self.all_requests.forget_prefixes(),
             events=self.events,
         )
@@ -110,6 +112,12 @@ class FrontService:
             kept=kept / "adapters.json" if engine.enable_lora else None,
             events=self.events,
         )
+        self.followed_adapters = (
+            None
+            if seat is None or seat.leads
+            else FollowedAdapters(seat.folder, seat.board, is_enabled=engine.enable_lora)
+        )
+        self.on_size: Callable[[int, int], None] = lambda _num_ranks, _most: None  # see `Resize`
         self.requests = Requests(
             decoder=tokenizer,
             ranks=ranks,
@@ -124,7 +132,7 @@ class FrontService:
             why_not_ready=self._why_refused,
             who_asks=asker_of_exchange,
             label_of=self.label_of,
-            adapters=self.adapters.places,
+            adapters=self.adapters.places if self.followed_adapters is None else self.followed_adapters,
             shared=None if seat is None else seat.board,
         )
         self.fronts = (
@@ -132,11 +140,17 @@ class FrontService:
             if seat is None
             else FrontOfSeveral(
                 seat, ranks=ranks, router=router, requests=self.requests, moves=self.moves, journal=journal,
-                metrics=metrics, events=self.events, decisions=self._decisions,
+                metrics=metrics, events=self.events, decisions=self._decisions, on_size=self._on_size,
+                adapters=self.followed_adapters,
             )
         )  # fmt: skip
         self.following = None if self.fronts is None else self.fronts.following
         self._leading = None if self.fronts is None else self.fronts.leading
+        if seat is not None and self._leading is not None:
+            self.adapters.all_follow = self._leading.all_follow
+            self.adapters.places.others = NeedsElsewhere(seat.folder, seat.board, self._leading.all_follow)
+            if self._leading.before is not None:
+                self.adapters.places.restore(self._leading.before.places)
         self.all_requests = self._leading or self.requests
         self.pausing = Pausing(self.all_requests)
         self.sleep_mode = SleepMode(
@@ -148,7 +162,6 @@ class FrontService:
             on_level=metrics.note_sleep,
             events=self.events,
         )
-        self.on_size: Callable[[int, int], None] = lambda _num_ranks, _most: None  # see `Resize`
         self.resize = Resize(
             self.pools.first,
             self.moves,
@@ -157,6 +170,7 @@ class FrontService:
             timeout_s=options.resize_timeout_s,
             why_not=lambda num_ranks, wanted: why_not_resized(options, num_ranks, wanted),
             why_not_now=self._why_not_resized_now,
+            all_follow=self._all_follow,
             impossible=_no_resizes(options),
             on_size=self._on_size,
             events=self.events,
@@ -164,6 +178,18 @@ class FrontService:
         if record.home is not None:  # the earlier front ended while ranks met
             self.pools.first.placement.resize(record.home)
         self.adapters.on_broken = self.forget_prefixes
+
+    @property
+    def known_adapters(self) -> KnownAdapters:
+        """The names of adapters, which the leading front registers."""
+        return self.followed_adapters or self.adapters
+
+    def look(self) -> None:
+        """Follow the other fronts, or publish the state of the service. To be called periodically if there are several."""
+        if self.fronts is not None:
+            self.fronts.look()
+        if self._leading is not None:
+            self.adapters.places.look()
 
     def add_pool(self, pool: Pool) -> PoolFront:
         """Add a pool that joins while the service runs. Its ranks are away; they have the next numbers."""
@@ -182,7 +208,6 @@ class FrontService:
         only = self.pools.first
         only.pool = only.pool._replace(num_ranks=num_ranks)
         self.roles.resize(only.pool)
-        self.moves.resize(num_ranks)
         for rank in range(num_ranks, self.router.num_ranks):  # they have left, or have yet to come
             self._metrics.note_lost(rank)
         self.on_size(num_ranks, most)
@@ -234,6 +259,7 @@ class FrontService:
             why_not_ready=self._why_not_serving(),
             sleep_level=self.sleep_mode.state.level,
             weights=self.weights,
+            adapters=self.adapters,
         )
 
     async def drain(self) -> None:
@@ -243,6 +269,10 @@ class FrontService:
         await self.requests.wait_until_empty()
         if self.fronts is not None:
             await self.fronts.finish()
+
+    def _all_follow(self) -> bool:
+        """Return whether all other fronts, if there are any, have applied the present state of the service."""
+        return self._leading is None or self._leading.all_follow()
 
     def _why_paused(self) -> str | None:
         return self.sleep_mode.why_not_ready() or self.resize.why_paused()
@@ -285,8 +315,6 @@ def _ignore(_ask: Ask) -> None:
 
 
 def _no_resizes(options: Options) -> ApiError | None:
-    if options.api_server_count > 1:
-        return ApiError(501, f"The service cannot be resized: it has several fronts. {_ONE_FRONT_ONLY}")
     reason = why_no_resizes(options)
     return None if reason is None else bad_request(reason)
 

@@ -13,12 +13,14 @@ from dataclasses import replace
 import httpx
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from server.front.adapters.registry import Adapters
 from server.front.events import EventLog
 from server.front.journal import Journal
 from server.front.requests import Requests
 from server.front.routing.moves import Moves
 from server.front.routing.router import Router
 from server.front.several.board import Cell
+from server.front.several.followed_adapters import FollowedAdapters
 from server.front.several.following import FollowingFront
 from server.front.several.leading import POLL_S, LeadingFront, watch_fronts
 from server.front.several.seat import Seat
@@ -54,8 +56,16 @@ class FrontOfSeveral:
         metrics: Metrics,
         events: EventLog,
         decisions: Callable[[], ServiceState],
+        on_size: Callable[[int, int], None],
+        adapters: FollowedAdapters | None,
     ) -> None:
-        """Args: decisions returns the state of the service, if this front leads."""
+        """Begin to lead or to follow.
+
+        Args:
+            decisions: Returns the state of the service, if this front leads.
+            on_size: As for `FollowingFront`.
+            adapters: Those of a front that follows.
+        """
         self._seat, self._requests, self._journal, self._metrics = seat, requests, journal, metrics
         self.owners = Owners(seat.number, seat.num_fronts)
         self._speed = SharedSpeed(metrics.throughput, seat)
@@ -67,6 +77,7 @@ class FrontOfSeveral:
             moves.all_follow = self.leading.all_follow
             self._watch = watch_fronts(seat.board, events.note)
         else:
+            assert adapters is not None, "this front follows"
             self.following = FollowingFront(
                 seat.board,
                 seat.folder,
@@ -74,7 +85,9 @@ class FrontOfSeveral:
                 router=router,
                 requests=requests,
                 moves=moves,
+                adapters=adapters,
                 on_level=metrics.note_sleep,
+                on_size=on_size,
             )
         if seat.num_cut_off:
             journal.cut_off(seat.num_cut_off)
@@ -133,11 +146,11 @@ class FrontOfSeveral:
         listener.listen(_BACKLOG)
         return listener
 
-    async def keep_looking(self) -> None:
-        """Follow the service, or publish its state, until cancelled."""
+    async def keep_looking(self, look: Callable[[], None]) -> None:
+        """Call `look` periodically, until cancelled."""
         while True:
             try:
-                self.look()
+                look()
             except Exception:  # noqa: BLE001 - without this task the front would follow nothing
                 _LOG.exception("cannot follow the service")
             await asyncio.sleep(POLL_S)
@@ -207,6 +220,7 @@ def state_of(
     why_not_ready: str | None,
     sleep_level: int,
     weights: WeightUpdates,
+    adapters: Adapters,
 ) -> ServiceState:
     """Return the state of the service as the leading front sees it."""
     serving = [
@@ -215,6 +229,7 @@ def state_of(
         if router.is_available(rank)
     ]
     return ServiceState(
+        sizes=ranks.sizes,
         serving=tuple(serving),
         given_up=tuple(EngineOfRank(*each) for each in sorted(ranks.given_up.items())),
         draining=tuple(rank for rank in range(ranks.num_ranks) if router.is_draining(rank)),
@@ -223,4 +238,7 @@ def state_of(
         sleep_level=sleep_level,
         weights=weights.number(),
         labels=tuple(WeightLabel(*each) for each in sorted(weights.labels.items())),
+        adapters=adapters.registered,
+        places=adapters.places.given,
+        failures=adapters.places.failures,
     )

@@ -71,7 +71,7 @@ class SeveralFronts:
         """Start a killed front's replacement with the same ports, to which its ranks return."""
         old = self.fronts[number]
         front = self.fronts[number] = self._start(number, old.url.rpartition(":")[2])
-        front._scripts = old._scripts
+        front._scripts, front.num_ranks = old._scripts, old.num_ranks
         experts = ExpertMap(HOME.version, 4, 2, (0, 1), 2, HOME.slot_expert)
         for rank in range(front.num_ranks):
             front.attach(rank, served=Served(0, HOME.version, HOME, 1000, experts))

@@ -124,7 +124,6 @@ def test_only_the_last_hour_counts(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ([series([])], None, "the service has no history yet\n"),
         ([series([8] * 20, ranks=0)], None, "the service has no history yet\n"),
-        ([BUSY], (501, "it has several fronts"), "sizes were not checked: the service refused (501): it has several fronts\n"),
         ([BUSY], (409, "rank 1 is missing"), "sizes were not checked: the service refused (409): rank 1 is missing\n"),
         ([BUSY], (400, "it has pools"), "the service accepts no other size; the decisions are those of another autoscaler\n"),
     ],
@@ -163,7 +162,7 @@ def test_a_loop_follows_an_operator_who_resizes_the_service() -> None:
     assert (service.resizes, service.size) == ([], 4), "20 requests need 3 ranks, and 5 minutes are not over"
 
 
-@pytest.mark.parametrize("status", [400, 409, 501])
+@pytest.mark.parametrize("status", [400, 409])
 def test_a_loop_needs_a_service_that_can_be_resized(status: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert PlayedService([BUSY], refusal=(status, "The service cannot be resized: it has pools")).run() == 1
     assert (

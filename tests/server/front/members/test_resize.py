@@ -17,7 +17,8 @@ from server.front.errors import ApiError, bad_request
 from server.front.events import EventLog
 from server.front.members.leader import Leader
 from server.front.members.membership import Epochs
-from server.front.members.resize import Operation, Resize, ResizePhase, ResizeRecord
+from server.front.members.resize import Resize
+from server.front.members.resize_operation import Operation, ResizePhase, ResizeRecord
 from server.http.operators.resize_routes import resize_routes
 from server.link.messages import ReadExperts, ToRank
 from tests.support.requests.asgi import client_of
@@ -197,6 +198,39 @@ def test_a_service_shrinks_when_the_requests_have_moved(tmp_path: Path) -> None:
                 ("ReadExperts", 0), ("ReadExperts", 1), ("drain", 2), ("order", (0, 1), (2,), 2), ("leave", 2),
                 ("retire", 2), ("keep", 2),
             ]  # fmt: skip
+
+    run(test)
+
+
+def test_new_ranks_start_when_all_fronts_expect_them(tmp_path: Path) -> None:
+    async def test() -> None:
+        follows = False
+        async with running(tmp_path, all_follow=lambda: follows) as service:
+            operation = service.resize_of.begin(3)
+            await until(lambda: operation.stage == "other fronts to expect the new ranks")
+            assert service.told == [] and service.resize_of.placement_for(2) is None
+            follows = True
+            await service.resize_of.wait(operation)
+            assert operation.phase is ResizePhase.COMPLETED and service.told[0] == ("start", 3)
+            follows = False
+            failed = await service.scale(4, timeout_s=0.05)
+            assert "waited for other fronts to expect the new ranks" in (failed.error or "")
+            assert service.told[-1] == ("keep", 3) and ("start", 4) not in service.told
+
+    run(test)
+
+
+def test_ranks_leave_when_no_front_can_give_them_requests(tmp_path: Path) -> None:
+    async def test() -> None:
+        follows = False
+        async with running(tmp_path, 3, all_follow=lambda: follows) as service:
+            operation = service.resize_of.begin(2)
+            await until(lambda: operation.stage == "requests of leaving ranks to move")
+            await asyncio.sleep(0.05)
+            assert ("drain", 2) in service.told and not service.resize_of.num_ended
+            follows = True
+            await service.resize_of.wait(operation)
+            assert operation.phase is ResizePhase.COMPLETED
 
     run(test)
 

@@ -11,6 +11,7 @@ import pytest
 from scheduler.policy.request import FinishReason
 from server.front.errors import ApiError
 from server.front.generations import Asker
+from server.front.routing.prefixes import PREFIX_CHUNK_TOKENS
 from server.front.several.board import Board, Cell
 from tests.support.requests.desk import Desk
 
@@ -26,19 +27,52 @@ def boards(folder: Path, num_fronts: int = 2) -> list[Board]:
 
 def test_every_front_sees_the_sum_of_all_rows(tmp_path: Path) -> None:
     first, second = boards(tmp_path)
-    first.own_loads.outstanding[1] += 5
-    second.own_loads.outstanding[1] += 7
-    second.own_loads.num_open[2] += 1
+    first.own_loads(3).outstanding[1] += 5
+    second.own_loads(3).outstanding[1] += 7
+    second.own_loads(3).num_open[2] += 1
     for board in (first, second):
-        assert board.loads().outstanding.tolist() == [0, 12, 0]
-        assert board.loads().num_open.tolist() == [0, 0, 1]
-    assert first.own_loads.outstanding.tolist() == [0, 5, 0]
+        assert board.loads(3).outstanding.tolist() == [0, 12, 0]
+        assert board.loads(3).num_open.tolist() == [0, 0, 1]
+    assert first.own_loads(3).outstanding.tolist() == [0, 5, 0]
     second.set(Cell.NUM_PARKED, 4)
     assert (
         first.read(Cell.NUM_PARKED, 1),
         first.of_others(Cell.NUM_PARKED),
         second.of_others(Cell.NUM_PARKED),
     ) == (4, 4, 0)
+
+
+def test_counts_are_kept_while_fronts_make_room_for_more_ranks(tmp_path: Path) -> None:
+    """A resize reaches one front after the other. A replacement begins with the number of ranks at its start."""
+    first, second = (Desk(num_ranks=2, shared=board) for board in boards(tmp_path))
+    first.open("a", "b")
+    first.router.grow(4)
+    first.router.enter(3)
+    first.open("c")
+    assert first.rank_of("c") == 3 and second.router.num_open(1) == 1
+    second.router.grow(4)
+    second.router.enter(3)
+    assert [second.router.num_open(rank) for rank in range(4)] == [1, 1, 0, 1]
+    second.open("d")
+    assert second.rank_of("d") != 3
+    again = Board(tmp_path / "board", number=1, num_fronts=2, num_ranks=4)
+    assert again.num_at_ranks == 4
+    again.begin()
+    assert again.loads(4).num_open.tolist() == [1, 1, 0, 1]
+
+
+def test_a_front_that_begins_with_fewer_ranks_ignores_what_others_know_of_the_rest(tmp_path: Path) -> None:
+    first_board, second_board = boards(tmp_path)
+    first = Desk(num_ranks=3, shared=first_board)
+    first.asker, prompt = Asker(session="s"), tuple(range(PREFIX_CHUNK_TOKENS))
+    for rank in (0, 1):
+        first.router.leave(rank)
+    first.open("a", prompt_ids=prompt)
+    assert first.rank_of("a") == 2
+    second = Desk(num_ranks=2, shared=second_board)
+    second.asker = first.asker
+    second.open("b", prompt_ids=prompt)
+    assert second.rank_of("b") in (0, 1)
 
 
 def test_keys_are_counted_over_all_fronts(tmp_path: Path) -> None:
@@ -56,11 +90,11 @@ def test_a_replacement_clears_the_row_and_reports_the_choices_that_were_cut_off(
     first, second = boards(tmp_path)
     for _ in range(3):
         second.count_choice("a", 1)
-    second.own_loads.outstanding[0] += 9
+    second.own_loads(3).outstanding[0] += 9
     again = Board(tmp_path / "board", number=1, num_fronts=2, num_ranks=3)
     assert again.begin() == 3
     assert (first.num_open, first.num_keys("b")) == (0, 1)
-    assert not first.loads().outstanding.any()
+    assert not first.loads(3).outstanding.any()
     assert first.read(Cell.NUM_CUT_OFF, 1) == 3
     again.set(Cell.IS_DONE, 1)
     assert Board(tmp_path / "board", number=1, num_fronts=2, num_ranks=3).begin() == 0, "it ended in order"
@@ -96,8 +130,8 @@ def test_fronts_route_like_one_front_with_all_their_requests(tmp_path: Path, num
         if number % 3 == 0:
             desk.deliver(name, "ab")
             alone.deliver(name, "ab")
-    assert shared[0].loads().outstanding.tolist() == list(alone.router.outstanding_tokens)
-    assert shared[0].loads().prompt_tokens.sum() == sum(
+    assert shared[0].loads(3).outstanding.tolist() == list(alone.router.outstanding_tokens)
+    assert shared[0].loads(3).prompt_tokens.sum() == sum(
         load.prompt_tokens for load in alone.router._loads.values()
     )
 

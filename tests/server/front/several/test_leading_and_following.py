@@ -8,26 +8,29 @@ from typing import Any
 from scheduler.policy.request import FinishReason
 from server.front.routing.loads import MoveCause
 from server.front.several.board import Board, Cell
+from server.front.several.followed_adapters import FollowedAdapters
 from server.front.several.following import FollowingFront
 from server.front.several.leading import LeadingFront, watch_fronts
 from server.front.several.service_state import EngineOfRank, ServiceState, WeightLabel
 from tests.support.requests.desk import Desk
 
-READY = ServiceState(serving=(EngineOfRank(0, 0), EngineOfRank(1, 0)), roles=("both", "both"))
+READY = ServiceState(sizes=(2, 2), serving=(EngineOfRank(0, 0), EngineOfRank(1, 0)), roles=("both", "both"))
 
 
 class Streams:
     """The attached ranks of a front."""
 
-    num_ranks = 2
-
     def __init__(self) -> None:
+        self.num_ranks, self.sizes = 2, (2, 2)
         self.attached: dict[int, Any] = {}
         self.dropped: list[int] = []
         self.on_drop: Any = None
 
     def attach(self, rank: int, num_restarts: int = 0) -> None:
         self.attached[rank] = SimpleNamespace(facts=facts(rank, num_restarts))
+
+    def resize(self, num_ranks: int, next_num: int) -> None:
+        self.num_ranks, self.sizes = num_ranks, (num_ranks, next_num)
 
     def give_up(self, rank: int, _reason: str) -> None:
         del self.attached[rank]
@@ -54,11 +57,18 @@ class Fronts:
         self.leading = self.lead()
         self.streams = Streams()
         self.levels: list[int] = []
-        self.following = FollowingFront(
-            self.boards[1], folder, ranks=self.streams, router=self.other.router, requests=self.other.requests,  # type: ignore[arg-type]
-            moves=self.other.moves, on_level=self.levels.append,
+        self.following = self.join()
+
+    def join(self) -> FollowingFront:
+        """Start the other front, or its replacement."""
+        other, streams = self.other, self.streams
+        self.adapters = FollowedAdapters(self.folder, self.boards[1], is_enabled=True)
+        following = FollowingFront(
+            self.boards[1], self.folder, ranks=streams, router=other.router, requests=other.requests,  # type: ignore[arg-type]
+            moves=other.moves, adapters=self.adapters, on_level=self.levels.append, on_size=lambda _now, most: other.router.grow(most),
         )  # fmt: skip
-        self.streams.on_drop = self.following.lose
+        streams.on_drop = following.lose
+        return following
 
     def lead(self) -> LeadingFront:
         return LeadingFront(self.leader.requests, self.boards[0], self.folder, lambda: self.decided)
@@ -156,6 +166,59 @@ def test_drains_and_roles_are_followed(tmp_path: Path) -> None:
     assert not router.is_draining(0) and router._runs_prompts[1]
 
 
+def test_ranks_that_a_resize_adds_get_requests_when_they_serve(tmp_path: Path) -> None:
+    fronts = Fronts(tmp_path)
+    fronts.serve()
+    fronts.decided = READY._replace(sizes=(2, 3))
+    assert not fronts.leading.all_follow()
+    fronts.follow()
+    assert fronts.leading.all_follow() and fronts.streams.sizes == (2, 3), "rank 2 may attach"
+    fronts.streams.attach(2, num_restarts=1)
+    fronts.following.attach(facts(2, 1))
+    assert not fronts.other.router.is_available(2), "it has not met the others yet"
+    fronts.decided = READY._replace(sizes=(3, 3), serving=(*READY.serving, EngineOfRank(2, 1)))
+    fronts.follow()
+    fronts.other.open("a", "b", "c")
+    assert fronts.other.rank_of("c") == 2
+
+
+def test_a_rank_that_leaves_drains_until_it_ends_also_here(tmp_path: Path) -> None:
+    fronts = Fronts(tmp_path)
+    fronts.serve()
+    fronts.decided = READY._replace(draining=(1,))
+    fronts.follow()
+    fronts.decided = READY._replace(sizes=(2, 1), serving=READY.serving[:1])
+    fronts.follow()
+    fronts.other.open("a", "b")
+    assert fronts.other.rank_of("a") == fronts.other.rank_of("b") == 0
+    del fronts.streams.attached[1]
+    fronts.following.lose(1)
+    fronts.decided = fronts.decided._replace(sizes=(1, 1), roles=("both",))
+    fronts.follow()
+    assert fronts.streams.num_ranks == 1 and not fronts.other.router.is_available(1)
+
+
+def test_a_resize_that_fails_gives_the_rank_its_requests_again(tmp_path: Path) -> None:
+    fronts = Fronts(tmp_path)
+    fronts.serve()
+    for decided in (READY._replace(draining=(1,)), READY._replace(sizes=(2, 1), draining=(1,)), READY):
+        fronts.decided = decided
+        fronts.follow()
+    fronts.other.open("a", "b")
+    assert {fronts.other.rank_of("a"), fronts.other.rank_of("b")} == {0, 1}
+
+
+def test_a_front_that_starts_during_a_resize_accepts_new_ranks_at_once(tmp_path: Path) -> None:
+    fronts = Fronts(tmp_path)
+    fronts.serve()
+    fronts.decided = READY._replace(sizes=(2, 4))
+    fronts.follow()
+    fronts.boards[1].begin()
+    fronts.other, fronts.streams = Desk(shared=fronts.boards[1]), Streams()
+    fronts.following = fronts.join()
+    assert fronts.streams.sizes == (2, 4) and fronts.other.router.num_ranks == 4
+
+
 def test_the_service_sleeps_when_the_requests_of_every_front_are_gone(tmp_path: Path) -> None:
     fronts = Fronts(tmp_path)
     fronts.serve()
@@ -208,7 +271,7 @@ def test_a_replacement_of_the_leading_front_publishes_nothing_until_it_serves_ag
     fronts.following.look()
     fronts.boards[0].begin()
     fronts.leading = fronts.lead()
-    fronts.decided = ServiceState(why_not_ready="waiting for ranks 0, 1")
+    fronts.decided = READY._replace(serving=(), why_not_ready="waiting for ranks 0, 1")
     fronts.follow()
     assert fronts.following.why_not_ready() is None
     fronts.other.open("a")

@@ -39,3 +39,19 @@ def test_a_request_that_left_its_rank_is_forgotten(tmp_path: Path) -> None:
     assert prefixes.held_tokens([*prompt[:130], 5]) == {1: 128}
     prefixes.forget(prompt, 1)
     assert prefixes.held_tokens(prompt) == {}
+
+
+def test_ranks_without_a_bit_have_no_prefixes(tmp_path: Path) -> None:
+    """A resize from 63 to 64 ranks would need another word. Fronts that begin with 64 ranks have it, in another file."""
+    prompt = list(range(200))
+    prefixes = SharedPrefixes(tmp_path / "prefixes", 63)
+    for rank in (62, 63):
+        assert prefixes.remember(prompt, rank) == 0
+    assert prefixes.held_tokens(prompt) == {62: 192}
+    prefixes.forget(prompt, 63)
+    prefixes.leave(63)
+    assert prefixes.remember(prompt, 63) == 0 and prefixes.remember(prompt, 62) == 192
+    later = SharedPrefixes(tmp_path / "prefixes", 64)
+    assert later.held_tokens(prompt) == {}
+    assert later.remember(prompt, 63) == 0 and later.held_tokens(prompt) == {63: 192}
+    assert prefixes.held_tokens(prompt) == {62: 192}

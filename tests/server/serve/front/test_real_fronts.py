@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.models.families import write_checkpoint
 from tests.support.requests import plain_http
-from tests.support.service.real_service import RealService, write_tiny_model
+from tests.support.service.real_service import START_S, RealService, write_tiny_model
 from tests.support.service.service_processes import wait_until
 
 NUM_TOKENS = 300
@@ -109,6 +109,37 @@ def test_a_killed_engine_is_noticed_by_both_fronts(service: RealService) -> None
         os.kill(service.engines()[1], signal.SIGKILL)
         assert [each.result(300) for each in asked] == [expected] * NUM_STREAMS
     wait_until(lambda: service.status()["members"] == [0, 1], service.output)
+    assert ask(service) == expected
+
+
+@pytest.mark.parametrize("killed", [None, 1, 0])
+def test_a_service_grows_and_shrinks_and_no_answer_changes(service: RealService, killed: int | None) -> None:
+    """A killed front, if there is one, breaks its own connections. The leading one ends the resize: its former size serves."""
+    wait_whole(service)
+    expected = ask(service)
+    with ThreadPoolExecutor(NUM_STREAMS) as threads:
+        asked = [threads.submit(ask, service) for _ in range(NUM_STREAMS)]
+        grow = {"new_data_parallel_size": 3, "wait": False, "operation_id": f"grow {killed}"}
+        assert service.post("/scale_elastic_ep", json=grow).status_code == 202
+        if killed is not None:
+            wait_until(lambda: 2 in service.engines(), service.output, within_s=START_S)
+            os.kill(fronts(service)[killed], signal.SIGKILL)
+            wait_until(lambda: len(fronts(service)) == 2, service.output)
+        size = 2 if killed == 0 else 3
+        wait_until(lambda: service.status()["members"] == list(range(size)), service.output, within_s=START_S)
+        broken = 0
+        for each in asked:
+            try:
+                assert each.result(300) == expected
+            except httpx.TransportError:
+                broken += 1
+        assert broken == 0 if killed is None else broken < NUM_STREAMS
+        wait_whole(service)
+        asked = [threads.submit(ask, service) for _ in range(2 * NUM_STREAMS)]
+        shrunk = service.post("/scale_elastic_ep", json={"new_data_parallel_size": 2}, timeout_s=START_S)
+        assert shrunk.status_code == 200, shrunk.text
+        assert [each.result(300) for each in asked] == [expected] * 2 * NUM_STREAMS
+    wait_until(lambda: sorted(service.engines()) == [0, 1], service.output)
     assert ask(service) == expected
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.front.test_front_recovery import ask, metric, status
+from tests.server.front.test_front_recovery import ask, metric, present, status
 from tests.support.requests import plain_http
 from tests.support.service.front_process import FrontProcess
 from tests.support.service.service_processes import wait_until
@@ -36,6 +36,16 @@ def begin(fronts: SeveralFronts) -> None:
         lambda: fronts.fronts[0].get("/experts/history").status_code == 200,
         lambda: "the placement is not known",
     )
+
+
+def scale(front: FrontProcess, num_ranks: int, **how: Any) -> dict[str, Any]:
+    response = front.post("/scale_elastic_ep", json={"new_data_parallel_size": num_ranks, **how})
+    assert response.status_code in (200, 202), response.text
+    return dict(response.json())
+
+
+def resize(front: FrontProcess) -> dict[str, Any]:
+    return dict(front.get("/is_scaling_elastic_ep").json())
 
 
 def answer_of(front: FrontProcess) -> str:
@@ -124,13 +134,6 @@ def test_an_error_is_passed_on_with_its_status_and_id(service: SeveralFronts) ->
         response.headers.get_list("x-request-id") == ["mine"] and len(response.headers.get_list("date")) == 1
     )
     assert second.get("/no/such/path").status_code == 404
-
-
-def test_no_front_resizes_the_service(service: SeveralFronts) -> None:
-    for front in service.fronts:
-        refused = front.post("/scale_elastic_ep", json={"new_data_parallel_size": 3})
-        assert refused.status_code == 501 and "--api-server-count" in refused.json()["error"]["message"]
-        assert front.get("/is_scaling_elastic_ep").json()["phase"] == "idle"
 
 
 def test_sleep_and_drain_at_one_front_hold_for_all(service: SeveralFronts) -> None:
@@ -236,6 +239,44 @@ def test_a_killed_front_breaks_its_own_connections_only(model_dir: Path, tmp_pat
         assert [event["text"] for event in events] == [
             f"front {number} was killed with 1 open choices, and is back"
         ]
+
+
+@pytest.mark.slow
+def test_ranks_come_and_go_at_every_front(model: Path, tmp_path: Path) -> None:
+    """A rank has a link to each front. Its ends here are the test's, because its engine is scripted."""
+    with several_fronts(model, tmp_path / "kept") as service, ThreadPoolExecutor(64) as threads:
+        begin(service)
+        first, second = service.fronts
+        gate = threading.Event()
+        service.script("f-say", ANSWER, gates={3: gate})
+        asked = {front: [threads.submit(answer_of, front) for _ in range(2)] for front in service.fronts}
+
+        def reaches_new_rank(front: FrontProcess) -> bool:
+            asked[front].append(threads.submit(answer_of, front))
+            return bool(present(front, 2).requests)
+
+        wait_until(lambda: first.get("/load").json() == {"server_load": 4}, lambda: "not all are open")
+        scale(second, 3, wait=False, operation_id="grow")
+        wait_until(lambda: "warm up" in resize(first)["stage"], lambda: str(resize(first)))
+        for front in service.fronts:
+            front.num_ranks = 3
+            front.attach(2, num_restarts=1)
+        assert scale(first, 3, operation_id="grow")["phase"] == "completed"
+        for front in service.fronts:
+            wait_until(lambda: reaches_new_rank(front), lambda: front.said)  # noqa: B023
+        service.kill(1)
+        second = service.start_again(1)
+        service.wait_ready()
+        assert status(second)["members"] == [0, 1, 2] and len(second.ranks) == 3
+        scale(second, 2, wait=False, operation_id="shrink", drain_timeout=0.2)
+        assert present(first, 2).stopped.wait(60)
+        present(second, 2).close()
+        assert scale(second, 2, operation_id="shrink")["phase"] == "completed"
+        gate.set()
+        assert {each.result(60) for each in asked[first]} == {ANSWER}, "requests of the first front last"
+        for front in service.fronts:
+            assert answer_of(front) == ANSWER
+        assert status(second)["members"] == [0, 1] and status(second)["losses"] == 0
 
 
 @pytest.mark.slow
