@@ -6,9 +6,10 @@ Names may be given to another content, and two names may have the same.
 import asyncio
 import json
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from moe.lora.adapter_config import AdapterError
 from moe.lora.adapter_files import read_adapter
@@ -44,22 +45,28 @@ class AdapterUse(NamedTuple):
     at_ranks: PlaceUse
 
 
-class KnownAdapters(Protocol):
+class KnownAdapters(ABC):
     """The names of adapters: `Adapters`, or `server.front.several.followed_adapters.FollowedAdapters`."""
 
-    is_enabled: bool
+    def __init__(self, *, is_enabled: bool) -> None:
+        """Begin without names. `is_enabled`: whether the service has adapters."""
+        self.is_enabled = is_enabled
+        self._names: dict[str, NamedAdapter] = {}
 
     def names_for(self, owner: str) -> tuple[str, ...]:
         """Return the names that the API key with this digest may use."""
+        return tuple(name for name, named in self._names.items() if named.is_for(owner))
 
     def find(self, name: str) -> NamedAdapter | None:
         """Return a registered adapter, or None."""
+        return self._names.get(name)
 
+    @abstractmethod
     def uses(self) -> Iterator[AdapterUse]:
         """Yield what is visible of each registered adapter."""
 
 
-class Adapters:
+class Adapters(KnownAdapters):
     """The registered adapters. Runs in the front's event loop."""
 
     def __init__(
@@ -83,13 +90,12 @@ class Adapters:
             modules: Modules that adapters may change, as in `read_adapter`.
             kept: File for the registered names, from which a restarted front continues. None keeps none.
         """
+        super().__init__(is_enabled=num_places > 0)
         self._max_rank, self._modules, self._base_names = max_rank, modules, base_names
         self._kept, self._events = kept, events or EventLog()
-        self._names: dict[str, NamedAdapter] = {}
         self._why_starting: str | None = None
         self._coming: dict[str, _Kept] = {}  # names of the start that are not registered yet
         self.places = AdapterPlaces(ranks, num_places, clock)
-        self.is_enabled = num_places > 0
         self._clock = clock
         self.places.on_broken = self._remove_broken
         self.on_broken: Callable[[], None] = lambda: None  # ranks may have cached wrong prefixes
@@ -106,16 +112,7 @@ class Adapters:
         """The registered names."""
         return tuple(self._names)
 
-    def names_for(self, owner: str) -> tuple[str, ...]:
-        """Return the names that the API key with this digest may use."""
-        return tuple(name for name, named in self._names.items() if named.is_for(owner))
-
-    def find(self, name: str) -> NamedAdapter | None:
-        """Return a registered adapter, or None."""
-        return self._names.get(name)
-
     def uses(self) -> Iterator[AdapterUse]:
-        """Yield what is visible of each registered adapter."""
         for named in self._names.values():
             yield AdapterUse(named, self.places.use_of(named.digest))
 

@@ -6,7 +6,8 @@ changes, so any failure, an abort or the deadline only ends the preparations. *C
 one epoch with the new number of ranks (`Leader.resize`). If they do not all meet, the former ranks do. Then leaving ranks end.
 
 An operation has an id. A repeated id is the same operation, so a client may retry. A second operation is refused while one runs.
-A file (`ResizeRecord`) outlives this front, so its replacement knows the number of ranks. It returns to the former one if ranks had not all met.
+A file (`ResizeRecord`) outlives this front, so its replacement knows the number of ranks. It returns to the former one if ranks had
+not all met.
 
 vLLM's protocol is `POST /scale_elastic_ep`; the names of the phases are vLLM's. Unlike there, no request is refused meanwhile.
 """
@@ -334,9 +335,9 @@ class Resize:
             self._on_size(operation.former, operation.wanted)
             self._ranks.resize(operation.former, operation.wanted)
             await self._until(operation, "other fronts to expect the new ranks", self._all_follow)
-            pool.epochs.expect(operation.wanted)
         self._target = target
         if coming:
+            pool.epochs.expect(operation.wanted)
             self.processes.start(operation.wanted)
         staying = range(min(operation.former, operation.wanted))
         for rank in staying:

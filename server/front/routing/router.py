@@ -120,14 +120,14 @@ class Router(MovePlans):
             left -= untold
         ranks = np.flatnonzero(among)
         # Prefixes and sessions of other fronts may name ranks that left before this front began.
-        held = {rank: num_tokens for rank, num_tokens in held.items() if rank < self.num_ranks}
         own = self._rank_of_session(session) if session else None
         if own is not None and own < self.num_ranks and among[own]:
             least = left[ranks].min()
             if left[own] <= SESSION_SHARE * least + SESSION_ROOM_TOKENS:
                 return own
         for rank, num_tokens in held.items():
-            left[rank] -= num_tokens
+            if rank < self.num_ranks:
+                left[rank] -= num_tokens
         left = left[ranks]
         ranks = ranks[left == left.min()]
         return int(ranks[totals.num_admitted[ranks].argmin()])

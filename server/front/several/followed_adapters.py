@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from server.front.adapters.places import GivenPlace, PlaceState, PlaceUse
-from server.front.adapters.registry import AdapterUse, NamedAdapter
+from server.front.adapters.registry import AdapterUse, KnownAdapters
 from server.front.errors import ApiError
 from server.front.several.adapter_needs import AdapterNeed, write_needs
 from server.front.several.board import Board
@@ -24,7 +24,7 @@ class _Requests:
     num_requests: int = 0  # counter: that began to use it
 
 
-class FollowedAdapters:
+class FollowedAdapters(KnownAdapters):
     """The names and places of adapters, as the leading front gives them. Runs in the front's event loop."""
 
     def __init__(self, folder: Path, board: Board, *, is_enabled: bool) -> None:
@@ -33,8 +33,8 @@ class FollowedAdapters:
         Raises:
             OSError: The file with the needs of requests cannot be written.
         """
-        self._folder, self._board, self.is_enabled = folder, board, is_enabled
-        self._names: dict[str, NamedAdapter] = {}
+        super().__init__(is_enabled=is_enabled)
+        self._folder, self._board = folder, board
         self._digests: set[str] = set()  # of adapters with names
         self._places: dict[str, GivenPlace] = {}  # by digest
         self._requests: dict[str, _Requests] = {}  # by digest
@@ -43,14 +43,6 @@ class FollowedAdapters:
         self.on_resident: Callable[[], None] = lambda: None
         self.on_failed: Callable[[str, ApiError], None] = lambda _digest, _failure: None
         self.publish()
-
-    def names_for(self, owner: str) -> tuple[str, ...]:
-        """Return the names that the API key with this digest may use."""
-        return tuple(name for name, named in self._names.items() if named.is_for(owner))
-
-    def find(self, name: str) -> NamedAdapter | None:
-        """Return a registered adapter, or None."""
-        return self._names.get(name)
 
     def uses(self) -> Iterator[AdapterUse]:
         """Yield what is visible of each registered adapter at this front."""

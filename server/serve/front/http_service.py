@@ -251,15 +251,15 @@ class HttpService:
             tasks.append(asyncio.create_task(self._model.images.encoder.start()))
         if self._options.enable_eplb and service.leads:
             service.pools.balance()
-        starting = asyncio.create_task(self._start_adapters()) if service.leads else None
-        tasks += [starting] if starting is not None else []
+        starting = asyncio.create_task(self._start_adapters())
+        tasks.append(starting)
         serving = [self._server.serve(sockets=[listener])]
         if fronts is not None and self._inner is not None:
             tasks.append(asyncio.create_task(fronts.keep_looking(service.look)))
             serving.append(self._inner.serve(sockets=[fronts.bind_inner()]))
         try:
             await asyncio.gather(*serving)
-            if starting is not None and starting.done():
+            if starting.done():
                 starting.result()  # raises if an adapter of the start cannot be served
         finally:
             tasks += service.pools.balancing
@@ -277,6 +277,8 @@ class HttpService:
     async def _start_adapters(self) -> None:
         """Load the adapters of the start, and then those of a watched folder; end the server if one of the start cannot be served."""
         service = self._service
+        if not service.leads:  # it follows the adapters of the leading front
+            return
         try:
             await service.adapters.start(
                 modules_of(self._options.lora_modules),

@@ -105,6 +105,16 @@ async def two_fronts(root: Path, num_places: int = 1) -> tuple[Fronts, Other]:
     return fronts, fronts.others[0]
 
 
+async def with_a_at_the_other(root: Path) -> tuple[Fronts, Other, str, str]:
+    """Return two fronts and the digests of two adapters for one place, which a request "1" of the other front has."""
+    fronts, other = await two_fronts(root)
+    a, b = await fronts.load("a", "b")
+    await fronts.follow()
+    other.admit(a, "1")
+    await fronts.follow()
+    return fronts, other, a, b
+
+
 @in_loop
 async def test_a_request_of_another_front_gets_a_place_and_is_counted(tmp_path: Path) -> None:
     fronts, other = await two_fronts(tmp_path)
@@ -127,11 +137,7 @@ async def test_a_request_of_another_front_gets_a_place_and_is_counted(tmp_path: 
 async def test_a_place_that_another_front_uses_is_emptied_when_its_requests_have_ended(
     tmp_path: Path,
 ) -> None:
-    fronts, other = await two_fronts(tmp_path)
-    a, b = await fronts.load("a", "b")
-    await fronts.follow()
-    other.admit(a, "1")
-    await fronts.follow()
+    fronts, other, a, b = await with_a_at_the_other(tmp_path)
     assert await fronts.admitted(b, "2") is None
     fronts.clock.now_s += PATIENCE_S
     fronts.adapters.places._schedule()
@@ -149,11 +155,7 @@ async def test_a_place_that_another_front_uses_is_emptied_when_its_requests_have
 
 @in_loop
 async def test_an_unused_place_changes_only_when_every_front_knows_it(tmp_path: Path) -> None:
-    fronts, other = await two_fronts(tmp_path)
-    a, b = await fronts.load("a", "b")
-    await fronts.follow()
-    other.admit(a, "1")
-    await fronts.follow()
+    fronts, other, a, b = await with_a_at_the_other(tmp_path)
     other.adapters.release(a, "1")
     await fronts.follow()
     assert await fronts.admitted(b, "2") is None
@@ -204,11 +206,7 @@ async def test_a_failure_reaches_the_requests_of_all_fronts_once(tmp_path: Path)
 
 @in_loop
 async def test_a_replacement_of_the_leading_front_continues_with_the_places(tmp_path: Path) -> None:
-    before, other = await two_fronts(tmp_path)
-    a, b = await before.load("a", "b")
-    await before.follow()
-    other.admit(a, "1")
-    await before.follow()
+    _, other, a, b = await with_a_at_the_other(tmp_path)
     fronts = Fronts(tmp_path)
     fronts.others = [other]
     assert not fronts.leading.all_follow(), "it has published nothing yet"
@@ -227,11 +225,7 @@ async def test_a_replacement_of_the_leading_front_continues_with_the_places(tmp_
 
 @in_loop
 async def test_requests_of_a_killed_front_hold_their_places_until_it_is_replaced(tmp_path: Path) -> None:
-    fronts, other = await two_fronts(tmp_path)
-    a, b = await fronts.load("a", "b")
-    await fronts.follow()
-    other.admit(a, "1")
-    await fronts.follow()
+    fronts, _, _, b = await with_a_at_the_other(tmp_path)
     fronts.others = []
     await fronts.admitted(b, "2")
     fronts.clock.now_s += PATIENCE_S
