@@ -102,13 +102,17 @@ class AttachedRank:
         self._posted.set()
 
     async def write(self, context: grpc.aio.ServicerContext) -> None:
-        """Write queued messages until `end_writes`."""
+        """Write queued messages until `end_writes` or the end of the stream."""
         while not self._ends_writes:
             await self._posted.wait()
             self._posted.clear()
             while self._outbox and not self._ends_writes:
                 self.write_begun_s = time.monotonic()
-                await context.write(self.seal.seal(encode(self._outbox.popleft())))
+                message = self.seal.seal(encode(self._outbox.popleft()))
+                try:
+                    await context.write(message)
+                except grpc.aio.InternalError:  # the stream has ended
+                    return
             self.write_begun_s = math.inf
 
     def end_writes(self) -> None:
@@ -307,7 +311,10 @@ class Ranks:
 
     async def _attach(self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
         """Serve one rank's stream until it ends."""
-        stream = await self._greet(messages, context)
+        try:
+            stream = await self._greet(messages, context)
+        except grpc.aio.InternalError:  # the stream ended during a write
+            return
         if stream is None:
             return
         reader = asyncio.create_task(self._read(stream, messages))

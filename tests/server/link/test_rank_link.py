@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import contextlib
+import gc
 import itertools
 import re
 import socket
@@ -368,6 +369,29 @@ def test_the_rank_hears_that_the_front_is_gone(front: FrontEnd) -> None:
     link.send(tokens_of("r", 1))  # has no effect
     link.close()
     assert heard.empty(), "a loss is reported once"
+
+
+@pytest.mark.parametrize("num_messages", [1, 4])
+def test_a_front_that_closes_during_a_write_logs_no_error(
+    num_messages: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def close_during_a_write() -> None:
+        ranks = Ranks(2, "t")
+        address = ranks.bind("127.0.0.1")
+        await ranks.serve(Mock(), Mock(), Mock())
+        link = RankLink(address, "t", FACTS, Mock())
+        await asyncio.to_thread(link.open, 30)
+        closing = asyncio.create_task(ranks.close())
+        for _ in range(num_messages):
+            ranks.post(0, Abort("r"))
+            await asyncio.sleep(0)  # the write begins
+        await closing
+        link.close()
+
+    for _ in range(8):
+        asyncio.run(close_during_a_write())
+        gc.collect()  # reports unretrieved exceptions
+    assert not caplog.records, caplog.text
 
 
 def test_no_front_is_an_error_that_names_the_address() -> None:
