@@ -24,10 +24,10 @@ from server.api.served import ServedModel
 from server.front.errors import ApiError
 from server.front.generations import Answer, ClientGone, Piece, Pieces, Reader
 from server.http.errors import ErrorResponse
-from server.http.idempotency import with_way_on
 from server.http.json_writer import json_response, long_json_pieces
 from server.http.kept_stream import until_gone
-from server.http.protocol import DIRECT_BODY, DirectBody
+from server.http.retries.idempotency import with_way_on
+from server.http.wire.protocol import DIRECT_BODY, DirectBody
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE_S = 15.0  # of silence before each comment; after the first comment, failures are events

@@ -2,7 +2,7 @@
 
 Open entries hold all that a replay on another rank needs: the prompt, the parameters with the drawn seed, and the
 delivered tokens. Closed entries shrink to an outcome; a bounded history of outcomes is kept. In memory only: if the front
-is killed, its answers are cut off. A retry with the same Idempotency-Key gets the same answer (`http.idempotency`).
+is killed, its answers are cut off. A retry with the same Idempotency-Key gets the same answer (`http.retries.idempotency`).
 """
 
 from collections import Counter, deque

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from tests.server.test_drains import PIECES, bodies, check_drains
-from tests.server.test_faults import NUM_RANKS, kill, wait_until_whole
-from tests.server.test_kv_tiers import PROMPTS, ask
-from tests.server.test_sleep import serves_the_same, sleep, sleeps, wake
+from tests.server.faults.test_drains import PIECES, bodies, check_drains
+from tests.server.faults.test_faults import NUM_RANKS, kill, wait_until_whole
+from tests.server.memory.test_kv_tiers import PROMPTS, ask
+from tests.server.memory.test_sleep import serves_the_same, sleep, sleeps, wake
 from tests.support.requests.timed_streams import stream_all
 from tests.support.service.real_service import RealService, write_tiny_model
 

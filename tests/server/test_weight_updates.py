@@ -11,8 +11,8 @@ import httpx
 import pytest
 from safetensors.torch import save
 
-from tests.server.test_faults import kill
-from tests.server.test_moves_between_ranks import wait_until_nothing_is_open
+from tests.server.faults.test_faults import kill
+from tests.server.faults.test_moves_between_ranks import wait_until_nothing_is_open
 from tests.support.engines.versions import some_names, tensors_of, write_merged, write_tensors
 from tests.support.models.families import write_checkpoint
 from tests.support.requests.timed_streams import stream_all

@@ -38,9 +38,6 @@ from server.http.app import build_app
 from server.http.docs_page import docs_routes
 from server.http.exchanges import HttpExchange
 from server.http.guards import ApiKeys
-from server.http.http_server import GRACE_S, HttpServer
-from server.http.idempotency import IdempotentAnswers
-from server.http.kept_answers import KeptAnswers
 from server.http.observability.gauges import FrontMetrics, MembershipMetrics, ResizeMetrics, SpeedMetrics
 from server.http.observability.images import ImageMetrics
 from server.http.observability.logs import AccessLog
@@ -54,6 +51,9 @@ from server.http.operators.rank_routes import rank_routes
 from server.http.operators.resize_routes import resize_routes
 from server.http.operators.sleep_routes import sleep_routes
 from server.http.operators.weight_routes import weight_routes
+from server.http.retries.idempotency import IdempotentAnswers
+from server.http.retries.kept_answers import KeptAnswers
+from server.http.wire.http_server import GRACE_S, HttpServer
 from server.link.ranks import Ranks
 from server.machine.steady_clock import SteadyClock
 from server.machine.versions import version_of

@@ -28,9 +28,9 @@ from server.front.structure.structure_checks import StructureChecks
 from server.front.tokenizer import Tokenizer
 from server.http.app import build_app
 from server.http.guards import ApiKeys
-from server.http.idempotency import IdempotentAnswers
-from server.http.kept_answers import KeptAnswers
-from server.http.protocol import DIRECT_BODY
+from server.http.retries.idempotency import IdempotentAnswers
+from server.http.retries.kept_answers import KeptAnswers
+from server.http.wire.protocol import DIRECT_BODY
 from tests.support.models.tiny_tokenizer import MAX_LEN, write_tokenizer
 from tests.support.requests.desk import Desk
 

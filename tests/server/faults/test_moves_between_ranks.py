@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.test_faults import kill
+from tests.server.faults.test_faults import kill
 from tests.support.requests.timed_streams import TimedStream, stream_all
 from tests.support.service.real_service import START_S, RealService, write_tiny_model
 from tests.support.service.service_processes import wait_until

@@ -16,12 +16,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message
 
 from server.front.errors import ApiError
-from server.http import idempotency, kept_answers
 from server.http.app import build_app
 from server.http.exchanges import ExchangeWatch, draw_seed, seeds_from
 from server.http.guards import ApiKeys
-from server.http.idempotency import IdempotentAnswers
-from server.http.kept_answers import MAX_AGE_S, KeptAnswers, WholeAnswer
+from server.http.retries import idempotency, kept_answers
+from server.http.retries.idempotency import IdempotentAnswers
+from server.http.retries.kept_answers import MAX_AGE_S, KeptAnswers, WholeAnswer
 from server.options.table import HttpOptions
 from tests.support.requests.asgi import client_of
 

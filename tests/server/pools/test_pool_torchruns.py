@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.server.test_nodes import (
+from tests.server.nodes.test_nodes import (
     END_S,
     ENDPOINT,
     ENDPOINT_NODE,

@@ -13,8 +13,8 @@ import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from server.http.http_server import HttpServer
-from server.http.protocol import DIRECT_BODY, HEAD_S, MAX_HEAD_BYTES, DirectBody, PunctualProtocol
+from server.http.wire.http_server import HttpServer
+from server.http.wire.protocol import DIRECT_BODY, HEAD_S, MAX_HEAD_BYTES, DirectBody, PunctualProtocol
 from server.options.table import HttpOptions
 
 TIMEOUT_S = 30.0

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from server.options.table import STANDBY_PORT
-from tests.server.test_nodes import END_S, end_node, engine_of, write_files
+from tests.server.nodes.test_nodes import END_S, end_node, engine_of, write_files
 from tests.support.service.namespaces import ask, made_namespaces, set_link, threads_inside
 from tests.support.service.namespaces import members as members_at
 from tests.support.service.real_service import START_S, RealService

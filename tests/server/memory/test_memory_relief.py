@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.server.test_faults import kill
-from tests.server.test_moves_between_ranks import SESSION, metric, said, wait_until_nothing_is_open
+from tests.server.faults.test_faults import kill
+from tests.server.faults.test_moves_between_ranks import SESSION, metric, said, wait_until_nothing_is_open
 from tests.support.requests.timed_streams import TimedStream, stream_all
 from tests.support.service.real_service import START_S, RealService, write_tiny_model
 from tests.support.service.service_processes import wait_until

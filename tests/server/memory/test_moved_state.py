@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import pytest
 
 from benchmarks.models.foreseeing import foresee
-from tests.server import test_faults
+from tests.server.faults import test_faults
+from tests.server.faults.test_drains import NGRAM, drain
+from tests.server.faults.test_moves_between_ranks import metric, wait_until_nothing_is_open
+from tests.server.pools.test_hand_overs import computed_again, handed_over
 from tests.server.test_drafts import MTP, SHARE
-from tests.server.test_drains import NGRAM, drain
-from tests.server.test_hand_overs import computed_again, handed_over
-from tests.server.test_moves_between_ranks import metric, wait_until_nothing_is_open
 from tests.support.models.mtp import write_mtp_checkpoint
 from tests.support.requests.timed_streams import stream_all
 from tests.support.service.real_service import RealService, write_tiny_model

@@ -13,10 +13,10 @@ import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from server.http import connections
-from server.http.connections import ConnectionBound, Listener, default_most
-from server.http.http_server import HttpServer, connection_bound
-from server.http.protocol import PunctualProtocol
+from server.http.wire import connections
+from server.http.wire.connections import ConnectionBound, Listener, default_most
+from server.http.wire.http_server import HttpServer, connection_bound
+from server.http.wire.protocol import PunctualProtocol
 from server.options.table import HttpOptions
 from server.serve.preflight.unix_socket import listening_at
 

@@ -12,7 +12,7 @@ pytest.importorskip("PIL", reason="needs Pillow: pip install 'wideep[images]'")
 
 from expert_placement.files import from_json, to_json
 from expert_placement.moves import align
-from tests.server.test_images import TALL, WIDE, Oracle, Parts, chat, tokens_of
+from tests.server.images.test_images import TALL, WIDE, Oracle, Parts, chat, tokens_of
 from tests.support.models.seeing import BEGIN, END, IMAGE_TOKEN, PLACE, write_seeing_model
 from tests.support.placement.placements import random_placement
 from tests.support.service.real_service import START_S, RealService

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 pytest.importorskip("PIL", reason="needs Pillow: pip install 'wideep[images]'")
 
 from server.front.images.encoder_process import read_processor
-from tests.server.test_images import SMALL, TALL, WIDE, Oracle, Parts, chat, tokens_of
+from tests.server.images.test_images import SMALL, TALL, WIDE, Oracle, Parts, chat, tokens_of
 from tests.support.models.seeing import write_seeing_model
 from tests.support.requests.pictures import png
 from tests.support.service.real_service import RealService

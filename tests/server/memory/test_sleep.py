@@ -9,10 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.test_drains import PIECES, bodies
-from tests.server.test_faults import kill
-from tests.server.test_kv_tiers import PROMPTS, ask
-from tests.server.test_moves_between_ranks import metric, wait_until_nothing_is_open
+from tests.server.faults.test_drains import PIECES, bodies
+from tests.server.faults.test_faults import kill
+from tests.server.faults.test_moves_between_ranks import metric, wait_until_nothing_is_open
+from tests.server.memory.test_kv_tiers import PROMPTS, ask
 from tests.support.requests.timed_streams import stream_all
 from tests.support.service.real_service import RealService
 from tests.support.service.service_processes import has_ended, wait_until

@@ -25,8 +25,8 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from server.front.errors import ApiError, bad_request
-from server.http.connections import ConnectionBound
 from server.http.json_writer import json_bytes
+from server.http.wire.connections import ConnectionBound
 
 HEAD_S = 30.0
 MAX_HEAD_BYTES = 1 << 16  # the limit of h11 with uvicorn

@@ -25,9 +25,9 @@ from server.http.bodies import replaying
 from server.http.errors import ErrorResponse, route_path
 from server.http.exchanges import current_exchange
 from server.http.guards import key_of
-from server.http.kept_answers import MAX_ANSWER_BYTES, KeptAnswers, WholeAnswer
 from server.http.kept_stream import KeptStream
-from server.http.protocol import DIRECT_BODY
+from server.http.retries.kept_answers import MAX_ANSWER_BYTES, KeptAnswers, WholeAnswer
+from server.http.wire.protocol import DIRECT_BODY
 
 HEADER = "Idempotency-Key"
 _NAME = HEADER.lower().encode()

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.server.test_nodes import (
+from tests.server.nodes.test_nodes import (
     ENDPOINT_NODE,
     HTTP_PORT,
     OTHER_NODE,

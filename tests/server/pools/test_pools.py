@@ -15,7 +15,7 @@ from dispatch.ports import free_port
 from expert_placement.files import from_json, to_json
 from expert_placement.moves import align
 from expert_placement.placement import Placement
-from tests.server.test_faults import PIECES, bodies, kill, supervisor_of
+from tests.server.faults.test_faults import PIECES, bodies, kill, supervisor_of
 from tests.support.placement.placements import held, random_placement
 from tests.support.requests.timed_streams import TimedStream, stream_all
 from tests.support.service.real_service import START_S, WIDEEP, RealService

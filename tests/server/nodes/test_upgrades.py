@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from server.machine.roots import PACKAGES
-from tests.server.test_nodes import (
+from tests.server.nodes.test_nodes import (
     END_S,
     ENDPOINT_NODE,
     OTHER_NODE,

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
+from tests.server.faults.test_faults import bodies
+from tests.server.sizes.test_resizes import check_serves, scale, wait_for_engine
 from tests.server.test_adapters import MODULES
-from tests.server.test_faults import bodies
-from tests.server.test_resizes import check_serves, scale, wait_for_engine
 from tests.server.test_weight_updates import call, update
 from tests.support.models.adapters import FUSED, write_adapter
 from tests.support.models.families import write_checkpoint

@@ -12,9 +12,9 @@ import httpx
 import pytest
 
 from server.cli import main
-from tests.server import test_faults
-from tests.server.test_faults import kill
-from tests.server.test_moves_between_ranks import metric, wait_until_nothing_is_open
+from tests.server.faults import test_faults
+from tests.server.faults.test_faults import kill
+from tests.server.faults.test_moves_between_ranks import metric, wait_until_nothing_is_open
 from tests.support.requests.timed_streams import stream_all
 from tests.support.service.real_service import START_S, RealService
 from tests.support.service.service_processes import wait_until

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import uvicorn
 from starlette.types import ASGIApp
 
-from server.http.connections import ConnectionBound, Listener, default_most
-from server.http.protocol import PunctualProtocol
+from server.http.wire.connections import ConnectionBound, Listener, default_most
+from server.http.wire.protocol import PunctualProtocol
 from server.options.table import HttpOptions
 
 GRACE_S = 2  # for open connections when the server ends

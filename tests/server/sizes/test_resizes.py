@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from dispatch.ports import free_port
-from tests.server.test_faults import bodies, has_members, supervisor_of
+from tests.server.faults.test_faults import bodies, has_members, supervisor_of
 from tests.support.requests.timed_streams import TimedStream, stream_all
 from tests.support.service.process_figures import num_descriptors
 from tests.support.service.real_service import START_S, WIDEEP, RealService, write_tiny_model

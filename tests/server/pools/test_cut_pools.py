@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from tests.server.test_nodes import ENDPOINT, HTTP_PORT, NUM_STREAMS, STREAMS_S, torchruns, write_files
+from tests.server.nodes.test_nodes import ENDPOINT, HTTP_PORT, NUM_STREAMS, STREAMS_S, torchruns, write_files
 from tests.support.service.namespaces import ask, cut_link, made_namespaces, threads_inside
 from tests.support.service.real_service import START_S, RealService
 from tests.support.service.service_processes import wait_until

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.test_faults import bodies
+from tests.server.faults.test_faults import bodies
 from tests.support.requests.timed_streams import stream_all
 from tests.support.service.real_service import START_S, WIDEEP, RealService
 from tests.support.service.service_processes import wait_until
