@@ -5,6 +5,7 @@ messages on. It does not know clients and does not choose ranks for requests. Th
 """
 
 import asyncio
+import contextlib
 import hmac
 import logging
 import math
@@ -102,17 +103,15 @@ class AttachedRank:
         self._posted.set()
 
     async def write(self, context: grpc.aio.ServicerContext) -> None:
-        """Write queued messages until `end_writes` or the end of the stream."""
+        """Write queued messages until `end_writes`."""
         while not self._ends_writes:
             await self._posted.wait()
             self._posted.clear()
             while self._outbox and not self._ends_writes:
                 self.write_begun_s = time.monotonic()
                 message = self.seal.seal(encode(self._outbox.popleft()))
-                try:
+                with contextlib.suppress(grpc.aio.InternalError):  # the stream has ended: `_read` learns why
                     await context.write(message)
-                except grpc.aio.InternalError:  # the stream has ended
-                    return
             self.write_begun_s = math.inf
 
     def end_writes(self) -> None:
