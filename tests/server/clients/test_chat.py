@@ -16,7 +16,8 @@ import pytest
 from server.cli import build_parser
 from server.clients.chat import AnswerSpeed, ChatClient, ChatPiece, run_chat
 from server.http.client import ServiceClient, ServiceError
-from tests.support.service.front_process import ROOT, TIMEOUT_S, FrontProcess
+from tests.support.service.front_process import TIMEOUT_S, FrontProcess
+from tests.support.service.real_service import REPOSITORY
 
 CLIENT = httpx.Client  # stays available while a test replaces httpx.Client
 
@@ -216,7 +217,7 @@ def test_ctrl_c_stops_the_answer_at_the_rank_and_the_talk_goes_on(front: FrontPr
     front.script("t-after", "still here")
     front.script("t-endless", "begun and more", gates={6: never})
     chat = subprocess.Popen(
-        [sys.executable, "-u", "-P", str(ROOT / "server" / "__main__.py"), "chat", front.url],
+        [sys.executable, "-u", "-P", str(REPOSITORY / "server" / "__main__.py"), "chat", front.url],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -5,8 +5,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,9 +21,9 @@ from server.link.messages import Served
 from tests.support.models.tiny_tokenizer import MAX_LEN
 from tests.support.requests import plain_http
 from tests.support.service.fake_rank import EXPERT_BYTES, FakeRank, Script, experts_of
+from tests.support.service.forked_front import ForkedFront
 from tests.support.service.service_processes import wait_until
 
-ROOT = Path(__file__).resolve().parents[3]
 TIMEOUT_S = 60.0
 
 
@@ -55,25 +53,21 @@ class FrontProcess:
         self._scripts: dict[str, Script] = {}
         self.headers: dict[str, str] = {}  # of requests without their own
         read_fd, write_fd = os.pipe()
-        command = [sys.executable, "-P", str(ROOT / "server" / "__main__.py"), "front", str(model)]
-        command += ["--port", "0", "--ranks", str(num_ranks), "--ready-fd", str(write_fd), *flags]
-        command += ["--disable-log-stats"]  # the log then contains only problems
+        # Without statistics, the log contains only problems.
+        words = [str(model), "--port", "0", "--ranks", str(num_ranks), *flags, "--disable-log-stats"]
         with contextlib.ExitStack() as files:
-            out = None if log is None else files.enter_context(log.open("w"))
-            self.process = subprocess.Popen(
-                command,
-                pass_fds=(write_fd,),
-                stdout=out,
-                stderr=subprocess.PIPE,
-                text=True,
+            out_fd = 1 if log is None else files.enter_context(log.open("w")).fileno()
+            self.process = ForkedFront(
+                words,
+                ready_fd=write_fd,
+                stdout_fd=out_fd,
                 cwd=model,
-                env={**os.environ, **(environment or {})},
+                environment={**os.environ, **(environment or {})},
             )
         os.close(write_fd)
         with os.fdopen(read_fd) as ready:
             line = ready.readline()
         self._stderr: list[str] = []
-        assert self.process.stderr is not None
         self._reader = threading.Thread(target=self._read, args=(self.process.stderr,), daemon=True)
         self._reader.start()
         assert line, f"the front did not announce its address: {self.wait()}"

@@ -17,10 +17,11 @@ import pytest
 from expert_placement.placement import linear_placement
 from server.link.rank_link import LinkError
 from server.serve.children import END_NOW_SIGNAL
-from tests.support.service.front_process import ROOT, TIMEOUT_S, FrontProcess, without_times
+from tests.support.service.front_process import TIMEOUT_S, FrontProcess, without_times
+from tests.support.service.real_service import WIDEEP
 from tests.support.service.service_processes import wait_until
 
-FRONT = [sys.executable, "-P", str(ROOT / "server" / "__main__.py"), "front"]
+FRONT = [*WIDEEP, "front"]
 HELLO = [{"role": "user", "content": "hello"}]
 
 
