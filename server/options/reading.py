@@ -348,8 +348,6 @@ def _check_fronts(options: Options) -> None:
                 f"{flag} does not work with --api-server-count {options.api_server_count}, because the kernel spreads "
                 "connections over the fronts; leave one of the two out"
             )
-    if options.has_own_pool:
-        raise OptionsError("--pool works with one front only; leave it or --api-server-count out")
 
 
 def _check_standby(options: Options) -> None:

@@ -109,6 +109,7 @@ class Epochs:
         self._fault_grace_s, self._regroup_timeout_s = fault_grace_s, regroup_timeout_s
         self._attached: set[int] = set()
         self._settled: set[int] = set()  # ranks that have served since they attached
+        self._released: set[int] = set()  # settled ranks, until their requests moved to other pools
         self._met: set[int] = set()  # members that serve in this epoch
         self._faults: dict[int, _Fault] = {}  # of this epoch
         self._given_up: set[int] = set()  # ranks with a closed stream that has not ended yet
@@ -131,6 +132,11 @@ class Epochs:
     def settled(self) -> frozenset[int]:
         """Ranks that requests may be routed to: they serve, or will soon again when all members have met."""
         return frozenset(self._settled)
+
+    @property
+    def released(self) -> frozenset[int]:
+        """Attached ranks that have not met again in time, so that their requests move to other pools."""
+        return frozenset(self._released)
 
     @property
     def absent(self) -> list[int]:
@@ -247,7 +253,9 @@ class Epochs:
 
     def lose(self, rank: int, reason: str, now_s: float) -> Effects:
         """Handle the end of a rank's stream."""
-        for ranks in (self._attached, self._settled, self._met, self._given_up, self._came):
+        for ranks in (
+            self._attached, self._settled, self._released, self._met, self._given_up, self._came,
+        ):  # fmt: skip
             ranks.discard(rank)
         self._silent.pop(rank, None)
         if rank in self._leaving:
@@ -286,6 +294,7 @@ class Epochs:
         if not self._settled:
             self._release_s = now_s + RELEASE_S
         self._settled.add(rank)
+        self._released.discard(rank)
         if self._met == set(self.members):
             self.phase, self._release_s = Phase.SERVING, None
             self._former_num, self._leaving = None, {}
@@ -381,6 +390,7 @@ class Epochs:
         assert self._others_serve is not None, "requests have somewhere to go"
         self._release_s = now_s + RELEASE_S
         if self._others_serve():
+            self._released |= self._settled
             self._settled.clear()
         return _NOTHING
 

@@ -59,6 +59,15 @@ class Nodes:
         self._num_restarts: dict[int, int] = defaultdict(int)  # by rank: the largest number seen
         self._given: dict[str, tuple[tuple[int, ...], float]] = {}  # by new node: its ranks, and since when
 
+    @property
+    def announced(self) -> tuple[Pool, ...]:
+        """The pools that torchruns bring, and of which no rank has attached."""
+        return tuple(self._announced.values())
+
+    def expect(self, announced: Sequence[Pool]) -> None:
+        """Let ranks of these pools attach, which the leading front has announced."""
+        self._announced = {pool.name: pool for pool in announced if pool.name not in self._pools}
+
     def put(self, pool: Pool) -> None:
         """Add a pool that has joined, or change the number of ranks of the only one."""
         self._pools[pool.name] = pool

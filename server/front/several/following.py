@@ -1,6 +1,6 @@
 """A front that follows the decisions of the leading one, with its own requests, router and links to ranks."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from server.front.requests import Requests
@@ -11,7 +11,7 @@ from server.front.several.followed_adapters import FollowedAdapters
 from server.front.several.service_state import ServiceState
 from server.link.messages import RankFacts
 from server.link.ranks import Ranks
-from server.options.pools import Role
+from server.options.pools import Pool
 
 _DROPPED = "the leading front has dropped it"
 
@@ -44,10 +44,12 @@ class FollowingFront:
         self._entered: set[int] = set()  # ranks that requests are routed to
         self._is_linked = False  # all ranks have attached to this front
         self._state: ServiceState | None = None
+        # Called with the pools of the service, and with those that are announced.
+        self.on_pools: Callable[[Sequence[Pool], Sequence[Pool]], None] = lambda _pools, _announced: None
         for rank in range(ranks.num_ranks):
             router.keep_out(rank)
         if (newest := ServiceState.read(folder)) is not None:
-            self._follow_sizes(newest.sizes)
+            self._follow_sizes(newest)
 
     def why_not_ready(self) -> str | None:
         """Return why this front refuses requests, or None if it accepts them.
@@ -92,14 +94,19 @@ class FollowingFront:
 
     def _apply(self, state: ServiceState) -> None:
         before, self._state = self._state, state
-        self._follow_sizes(state.sizes)
+        self.on_pools(state.pools, state.announced)
+        self._follow_sizes(state)
         for rank, num_restarts in state.given_up:
             stream = self._ranks.attached.get(rank)
             if stream is not None and stream.facts.num_restarts <= num_restarts:
                 self._ranks.give_up(rank, _DROPPED)  # which calls `lose`
+        if released := self._entered.intersection(state.released):
+            self._entered -= released
+            self._requests.leave(released)
         self._enter_serving()
-        for rank, role in enumerate(state.roles):
-            self._router.set_role(rank, Role(role))
+        for pool in state.pools:
+            for rank in pool.ranks:
+                self._router.set_role(rank, pool.role)
         if before is not None and state.num_aborts > before.num_aborts:
             self._requests.abort_all()
         if before is not None and state.num_forgets > before.num_forgets:
@@ -109,11 +116,11 @@ class FollowingFront:
         self._follow_pauses(dict(before.pauses if before else ()), dict(state.pauses))
         self._moves.look(is_urgent=True)
 
-    def _follow_sizes(self, sizes: tuple[int, int]) -> None:
-        """Accept the ranks that a resize adds, before they attach."""
-        if sizes != self._ranks.sizes:
-            self._ranks.resize(*sizes)
-            self._on_size(sizes[0], max(sizes))
+    def _follow_sizes(self, state: ServiceState) -> None:
+        """Accept the ranks that a resize adds, before they attach. Services with several pools have no resizes."""
+        if len(state.pools) == 1 and state.sizes != self._ranks.sizes:
+            self._ranks.resize(*state.sizes)
+            self._on_size(state.sizes[0], max(state.sizes))
 
     def _follow_pauses(self, before: dict[str, bool], now: dict[str, bool]) -> None:
         for by, withdraws in now.items():
@@ -123,8 +130,8 @@ class FollowingFront:
             self._requests.resume(by=by)
 
     def _enter_serving(self) -> None:
-        """Route requests to serving ranks that have attached here. A rank leaves only when its link ends: until then it has
-        its requests, also while it meets the others in a new epoch."""
+        """Route requests to serving ranks that have attached here. A rank leaves when its link ends or its requests are
+        released: until then it has its requests, also while it meets the others in a new epoch."""
         state, attached = self._state, self._ranks.attached
         if state is None:
             return

@@ -11,6 +11,7 @@ from server.front.adapters.places import AdapterFailure, GivenPlace
 from server.front.adapters.registry import NamedAdapter
 from server.front.several.board import Board
 from server.machine.whole_files import replace_text
+from server.options.pools import Pool, Role
 
 _NAME = "service.json"
 
@@ -43,7 +44,11 @@ class ServiceState(NamedTuple):
     serving: tuple[EngineOfRank, ...] = ()  # engines that get requests
     given_up: tuple[EngineOfRank, ...] = ()  # the newest engine of each rank that the leading front dropped
     draining: tuple[int, ...] = ()  # ranks
-    roles: tuple[str, ...] = ()  # by rank
+    released: tuple[
+        int, ...
+    ] = ()  # attached ranks of a pool that has not met again: their requests move to other pools
+    pools: tuple[Pool, ...] = ()  # with their present roles
+    announced: tuple[Pool, ...] = ()  # pools that torchruns bring, and of which no rank has attached
     why_not_ready: str = ""  # why requests are refused; "" if they are accepted
     sleep_level: int = 0
     pauses: tuple[Pause, ...] = ()
@@ -67,7 +72,11 @@ class ServiceState(NamedTuple):
             tuple(EngineOfRank(*each) for each in fields.pop(name)) for name in ("serving", "given_up")
         )
         num_ranks, next_num = fields.pop("sizes")
-        draining, roles = tuple(fields.pop("draining")), tuple(fields.pop("roles"))
+        draining, released = tuple(fields.pop("draining")), tuple(fields.pop("released"))
+        pools, announced = (
+            tuple(Pool(name, Role(role), *ranks) for name, role, *ranks in fields.pop(kind))
+            for kind in ("pools", "announced")
+        )
         pauses = tuple(Pause(*each) for each in fields.pop("pauses"))
         labels = tuple(WeightLabel(*each) for each in fields.pop("labels"))
         adapters = tuple(
@@ -76,12 +85,16 @@ class ServiceState(NamedTuple):
         places = tuple(GivenPlace(*each) for each in fields.pop("places"))
         failures = tuple(AdapterFailure(*each) for each in fields.pop("failures"))
         return cls(
-            (num_ranks, next_num), serving, given_up, draining, roles, pauses=pauses, labels=labels,
-            adapters=adapters, places=places, failures=failures, **fields,
+            (num_ranks, next_num), serving, given_up, draining, released, pools, announced, pauses=pauses,
+            labels=labels, adapters=adapters, places=places, failures=failures, **fields,
         )  # fmt: skip
 
     def publish(self, folder: Path, board: Board) -> int:
         """Replace the file, and return the state's number."""
-        replace_text(folder / _NAME, json.dumps(self._asdict()))
+        replace_text(folder / _NAME, json.dumps(self._asdict(), default=_role_name))
         board.version += 1
         return board.version
+
+
+def _role_name(role: Role) -> str:
+    return role.value

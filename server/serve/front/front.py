@@ -120,6 +120,9 @@ class Front:
             each.lead(service.requests, self._fail_pool)
         service.weights.on_ready = lambda rank: self._pools[rank].leader.attach(rank)
         service.on_size = self._on_size
+        service.announced = lambda: self._nodes.announced
+        if service.following is not None:
+            service.following.on_pools = self._follow_pools
         ending.on_hurry = self._hurry
 
     def begin_resizes(self, environment: Mapping[str, str]) -> None:
@@ -154,6 +157,8 @@ class Front:
             for pool in self._service.pools:
                 pool.resume(self._lost)
         self._look_at_links()
+        if self._service.following is not None:
+            self._service.following.look()  # at the pools whose ranks may attach
         await self._ranks.serve(self._receive, self._claim, self._find_return, self._nodes.world_size_of)
         serving = asyncio.create_task(self._http.serve(listener))
         serving.add_done_callback(self._on_http_end)
@@ -291,16 +296,30 @@ class Front:
 
     def _admit(self, pool: Pool) -> None:
         """Add the pool of a first rank that attaches. Its ranks get requests when all have attached and met."""
-        made = self._service.add_pool(pool)
-        self._pools |= dict.fromkeys(pool.ranks, made)
+        made = self._add_pool(pool)
         self._joined.add(pool)
         made.lead(self._service.requests, self._fail_pool)
         made.gather()
         _LOG.warning("%s joins the service", pool.in_words)
         self._service.events.note("pool_joined", f"{pool.in_words} joins the service")
 
+    def _add_pool(self, pool: Pool) -> "PoolFront":
+        made = self._service.add_pool(pool)
+        self._pools |= dict.fromkeys(pool.ranks, made)
+        return made
+
+    def _follow_pools(self, pools: Sequence[Pool], announced: Sequence[Pool]) -> None:
+        """Add the pools that the leading front has admitted, and expect those that it has announced."""
+        for pool in pools:
+            if pool.name not in self._service.pools.memberships:
+                self._nodes.put(pool)
+                self._add_pool(pool)
+        self._nodes.expect(announced)
+
     def _attach(self, facts: RankFacts) -> None:
         if self._service.following is not None:
+            if (pool_joins := self._nodes.admit(facts.rank)) is not None:
+                self._add_pool(pool_joins)
             self._service.following.attach(facts)
             if self._is_closing:
                 self._ranks.expect_end()

@@ -6,7 +6,7 @@ messages of ranks to them.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from expert_placement.placement import Placement
@@ -118,6 +118,7 @@ class FrontService:
             else FollowedAdapters(seat.folder, seat.board, is_enabled=engine.enable_lora)
         )
         self.on_size: Callable[[int, int], None] = lambda _num_ranks, _most: None  # see `Resize`
+        self.announced: Callable[[], Sequence[Pool]] = lambda: ()  # see `server.front.members.nodes`
         self.requests = Requests(
             decoder=tokenizer,
             ranks=ranks,
@@ -254,8 +255,9 @@ class FrontService:
         return state_of(
             self.ranks,
             self.router,
-            pools={each.pool.name: each.pool for each in self.pools},
-            roles=self.roles.roles,
+            released=[rank for each in self.pools for rank in sorted(each.epochs.released)],
+            pools=self.roles.present(),
+            announced=self.announced(),
             why_not_ready=self._why_not_serving(),
             sleep_level=self.sleep_mode.state.level,
             weights=self.weights,

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import httpx
@@ -32,7 +32,7 @@ from server.http.several.forwarding import LEADER, Forwarding, Owners
 from server.http.several.merged_metrics import FETCH_S, ServiceMetrics
 from server.http.several.shared_speed import SharedSpeed
 from server.link.ranks import Ranks
-from server.options.pools import Pool, Role
+from server.options.pools import Pool
 from server.options.table import Options
 
 _LOG = logging.getLogger("wideep.front")
@@ -215,8 +215,9 @@ def state_of(
     ranks: Ranks,
     router: Router,
     *,
-    pools: Mapping[str, Pool],
-    roles: Mapping[str, Role],
+    released: Sequence[int],
+    pools: Sequence[Pool],
+    announced: Sequence[Pool],
     why_not_ready: str | None,
     sleep_level: int,
     weights: WeightUpdates,
@@ -233,7 +234,9 @@ def state_of(
         serving=tuple(serving),
         given_up=tuple(EngineOfRank(*each) for each in sorted(ranks.given_up.items())),
         draining=tuple(rank for rank in range(ranks.num_ranks) if router.is_draining(rank)),
-        roles=tuple(roles[name].value for name, pool in pools.items() for _ in pool.ranks),
+        released=tuple(released),
+        pools=tuple(pools),
+        announced=tuple(announced),
         why_not_ready=why_not_ready or "",
         sleep_level=sleep_level,
         weights=weights.number(),

@@ -56,11 +56,11 @@ def torchrun(
     ]
 
 
-def head(namespace: str, directory: Path) -> list[str]:
+def head(namespace: str, directory: Path, *flags: str) -> list[str]:
     """Return the command of the torchrun that begins the service."""
     address = f"10.213.7.{ENDPOINT_NODE + 1}"
     meets = ("--nnodes=1", f"--rdzv-endpoint={ENDPOINT}", "--rdzv-conf=is_host=1", f"--local-addr={address}")
-    return torchrun(namespace, directory, ENDPOINT_NODE, 1, *HEAD_POOL, meets=meets)
+    return torchrun(namespace, directory, ENDPOINT_NODE, 1, *HEAD_POOL, *flags, meets=meets)
 
 
 class PoolsOfTorchruns(NamedTuple):
@@ -135,11 +135,11 @@ def has_ended(node: RealService) -> bool:
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PoolsOfTorchruns]:
-    """A service with one pool, which each test leaves alone again."""
+    """A service with one pool and two fronts, which each test leaves alone again."""
     directory = tmp_path_factory.mktemp("pools")
     write_files(directory)
     with made_namespaces(2) as names:
-        command = head(names[ENDPOINT_NODE], directory)
+        command = head(names[ENDPOINT_NODE], directory, "--api-server-count=2")
         with RealService(HTTP_PORT, [command], directory / "output.txt") as service:
             wait_until_healthy(service, names)
             yield PoolsOfTorchruns(names, service, directory)

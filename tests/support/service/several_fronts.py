@@ -67,11 +67,16 @@ class SeveralFronts:
         self.fronts[number].process.send_signal(signal.SIGKILL)
         self.fronts[number].process.wait(TIMEOUT_S)
 
-    def start_again(self, number: int) -> FrontProcess:
-        """Start a killed front's replacement with the same ports, to which its ranks return."""
+    def replace(self, number: int) -> FrontProcess:
+        """Start a killed front's replacement with the same ports."""
         old = self.fronts[number]
         front = self.fronts[number] = self._start(number, old.url.rpartition(":")[2])
         front._scripts, front.num_ranks = old._scripts, old.num_ranks
+        return front
+
+    def start_again(self, number: int) -> FrontProcess:
+        """Start a killed front's replacement, to which its ranks return."""
+        front = self.replace(number)
         experts = ExpertMap(HOME.version, 4, 2, (0, 1), 2, HOME.slot_expert)
         for rank in range(front.num_ranks):
             front.attach(rank, served=Served(0, HOME.version, HOME, 1000, experts))
@@ -85,7 +90,7 @@ class SeveralFronts:
 
 @contextlib.contextmanager
 def several_fronts(model: Path, kept: Path, *flags: str, **how: Any) -> Iterator[SeveralFronts]:
-    """Run fronts with two ranks."""
+    """Run fronts with two ranks by default."""
     os.makedirs(kept, exist_ok=True)
     fronts = SeveralFronts(model, kept, *flags, **how)
     try:

@@ -388,7 +388,9 @@ def test_requests_move_to_other_pools_if_the_members_have_not_met_in_time() -> N
     epochs.lose(2, "killed", 5.5)
     assert epochs.tick(5.0 + RELEASE_S) == NOTHING, "a newer order does not extend the time"
     assert not epochs.settled and epochs.next_due_s() == 5.5 + REGROUP_TIMEOUT_S
+    assert epochs.released == {0}
     epochs.take_regrouped(0, 2, 9.0)
+    assert not epochs.released
     assert epochs.phase is Phase.SERVING and epochs.settled == {0} and epochs.next_due_s() is None
 
 
@@ -398,9 +400,12 @@ def test_requests_stay_while_no_other_pool_serves() -> None:
     epochs.lose(1, "killed", 5.0)
     epochs.tick(5.0 + RELEASE_S)
     assert epochs.settled == {0, 2} and epochs.next_due_s() == 5.0 + 2 * RELEASE_S
+    assert not epochs.released
     pools.others_serve = True
     epochs.tick(5.0 + 2 * RELEASE_S)
-    assert not epochs.settled
+    assert not epochs.settled and epochs.released == {0, 2}
+    epochs.lose(2, "killed", 8.0)
+    assert epochs.released == {0}
 
 
 def test_requests_leave_ranks_that_wait_for_a_lost_one() -> None:

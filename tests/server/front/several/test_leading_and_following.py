@@ -12,9 +12,13 @@ from server.front.several.followed_adapters import FollowedAdapters
 from server.front.several.following import FollowingFront
 from server.front.several.leading import LeadingFront, watch_fronts
 from server.front.several.service_state import EngineOfRank, ServiceState, WeightLabel
+from server.options.pools import Pool, Role
 from tests.support.requests.desk import Desk
 
-READY = ServiceState(sizes=(2, 2), serving=(EngineOfRank(0, 0), EngineOfRank(1, 0)), roles=("both", "both"))
+READY = ServiceState(
+    sizes=(2, 2), serving=(EngineOfRank(0, 0), EngineOfRank(1, 0)), pools=(Pool("both", Role.BOTH, 0, 2),)
+)
+PREFILL, DECODE = Pool("prefill", Role.PREFILL, 0, 1), Pool("decode", Role.DECODE, 1, 1)
 
 
 class Streams:
@@ -156,7 +160,8 @@ def test_a_rank_keeps_its_requests_while_it_meets_the_others_again(tmp_path: Pat
 def test_drains_and_roles_are_followed(tmp_path: Path) -> None:
     fronts = Fronts(tmp_path)
     fronts.serve()
-    fronts.decided = READY._replace(draining=(0,), roles=("both", "decode"))
+    pools = (PREFILL._replace(role=Role.BOTH), DECODE)
+    fronts.decided = READY._replace(draining=(0,), pools=pools)
     fronts.follow()
     router = fronts.other.router
     assert router.is_draining(0) and not router.is_draining(1)
@@ -164,6 +169,37 @@ def test_drains_and_roles_are_followed(tmp_path: Path) -> None:
     fronts.decided = READY
     fronts.follow()
     assert not router.is_draining(0) and router._runs_prompts[1]
+
+
+def test_requests_of_a_pool_that_has_not_met_again_move_and_return_when_it_has(tmp_path: Path) -> None:
+    fronts = Fronts(tmp_path)
+    fronts.serve()
+    fronts.other.open("a")
+    rank = fronts.other.rank_of("a")
+    fronts.decided = READY._replace(serving=(READY.serving[1 - rank],))
+    fronts.follow()
+    assert fronts.other.rank_of("a") == rank, "its pool may meet again in time"
+    fronts.decided = fronts.decided._replace(released=(rank,))
+    fronts.follow()
+    assert fronts.other.rank_of("a") == 1 - rank
+    fronts.decided = READY
+    fronts.follow()
+    assert fronts.other.router.is_available(rank)
+
+
+def test_pools_that_join_are_announced_and_followed(tmp_path: Path) -> None:
+    fronts = Fronts(tmp_path)
+    fronts.serve()
+    told: list[Any] = []
+    fronts.following.on_pools = lambda pools, announced: told.append((pools, announced))
+    more = Pool("more", Role.BOTH, 2, 2)
+    fronts.decided = READY._replace(pools=(PREFILL, DECODE), announced=(more,))
+    fronts.follow()
+    fronts.decided = READY._replace(sizes=(4, 4), pools=(PREFILL, DECODE, more))
+    fronts.follow()
+    assert told == [((PREFILL, DECODE), (more,)), ((PREFILL, DECODE, more), ())]
+    assert fronts.streams.sizes == (2, 2), "the pool brings its ranks"
+    assert ServiceState.read(tmp_path) == fronts.decided
 
 
 def test_ranks_that_a_resize_adds_get_requests_when_they_serve(tmp_path: Path) -> None:
@@ -193,7 +229,7 @@ def test_a_rank_that_leaves_drains_until_it_ends_also_here(tmp_path: Path) -> No
     assert fronts.other.rank_of("a") == fronts.other.rank_of("b") == 0
     del fronts.streams.attached[1]
     fronts.following.lose(1)
-    fronts.decided = fronts.decided._replace(sizes=(1, 1), roles=("both",))
+    fronts.decided = fronts.decided._replace(sizes=(1, 1), pools=(READY.pools[0]._replace(num_ranks=1),))
     fronts.follow()
     assert fronts.streams.num_ranks == 1 and not fronts.other.router.is_available(1)
 
