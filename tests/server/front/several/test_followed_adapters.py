@@ -338,4 +338,4 @@ def test_no_place_changes_under_a_request_whatever_the_fronts_do(tmp_path: Path,
                 del ranks.running[f"last {front}"]
                 side.release(digest, f"last {front}")
 
-    asyncio.run(asyncio.wait_for(test(), 60))
+    asyncio.run(asyncio.wait_for(test(), 300))
