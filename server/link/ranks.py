@@ -166,6 +166,8 @@ class Ranks:
         self._world_size_of: Callable[[int], int | None]
         self._find_return: Callable[[ReturnOf], ReturnTo]
         self.on_follow: Callable[[StandbyStream], Awaitable[None]] | None = None  # serves the standby's front
+        # Waits until a rank that was claimed may attach to every front.
+        self.until_expected: Callable[[], Awaitable[None]] | None = None
         self._left = asyncio.Event()
         self._secret = bearer(token).encode()
         self._server = grpc.aio.server(options=OPTIONS)
@@ -374,7 +376,10 @@ class Ranks:
         except SealError as error:
             await self._refuse(context, str(error))
         if isinstance(facts, Claim):
-            await context.write(seal.seal(encode(self._claim(facts))))
+            claimed = self._claim(facts)
+            if self.until_expected is not None:
+                await self.until_expected()
+            await context.write(seal.seal(encode(claimed)))
             return None
         if isinstance(facts, ReturnOf):
             await context.write(seal.seal(encode(self._find_return(facts))))

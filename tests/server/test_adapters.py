@@ -160,6 +160,7 @@ def test_two_fronts_serve_the_same_adapters_also_after_one_was_killed(
     assert running.service.post("/v1/load_lora_adapter", json=load).status_code == 200
     asked = 3 * bodies((*NAMES, "four"))
     expected = answers(running.service, asked)
+    assert running.service.post("/v1/unload_lora_adapter", json={"lora_name": "four"}).status_code == 200
     modules = [f"{name}={running.root / name}" for name in NAMES[1:]]
     flags = ("--enable-lora", "--max-loras=3", "--lora-modules", *modules, "-dp=2", "--api-server-count=2")
     with RealService.serve(running.root / "tiny", tmp_path / "output.txt", *flags) as service:

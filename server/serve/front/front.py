@@ -59,6 +59,7 @@ _REPLACED = (
     "this node was cut off, and the standby has taken over; let the node rejoin with `wideep worker --join` and the standby's "
     "address"
 )
+_FOLLOW_S, _POLL_S = 10.0, 0.02  # for the other fronts to follow a claim
 _STOP_TIMEOUT_S = 1.2  # for ranks to stop; the supervisor kills them after STOP_GRACE_S
 
 
@@ -123,6 +124,8 @@ class Front:
         service.announced = lambda: self._nodes.announced
         if service.following is not None:
             service.following.on_pools = self._follow_pools
+        elif service.fronts is not None:
+            ranks.until_expected = self._until_all_follow
         ending.on_hurry = self._hurry
 
     def begin_resizes(self, environment: Mapping[str, str]) -> None:
@@ -281,6 +284,12 @@ class Front:
             for rank, absence in pool.epochs.missing.items()
         }
         return self._nodes.claim(claim, missing, time.monotonic(), self._service.resize.coming)
+
+    async def _until_all_follow(self) -> None:
+        """Wait until every front expects the ranks that were claimed, or _FOLLOW_S."""
+        until_s = time.monotonic() + _FOLLOW_S
+        while not self._service.all_follow() and time.monotonic() < until_s:
+            await asyncio.sleep(_POLL_S)
 
     def _find_return(self, asked: ReturnOf) -> ReturnTo:
         """Describe to an engine the ranks that it returns to or joins."""

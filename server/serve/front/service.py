@@ -89,7 +89,7 @@ class FrontService:
             model_type=_model_type(Path(options.model)),
             why_impossible=_NO_UPDATE if options.device == "cuda" else None,
             why_not_now=self._why_paused,
-            all_know=self._all_follow,
+            all_know=self.all_follow,
             on_served=lambda: self.all_requests.forget_prefixes(),
             events=self.events,
         )
@@ -171,7 +171,7 @@ class FrontService:
             timeout_s=options.resize_timeout_s,
             why_not=lambda num_ranks, wanted: why_not_resized(options, num_ranks, wanted),
             why_not_now=self._why_not_resized_now,
-            all_follow=self._all_follow,
+            all_follow=self.all_follow,
             impossible=_no_resizes(options),
             on_size=self._on_size,
             events=self.events,
@@ -272,7 +272,7 @@ class FrontService:
         if self.fronts is not None:
             await self.fronts.finish()
 
-    def _all_follow(self) -> bool:
+    def all_follow(self) -> bool:
         """Return whether all other fronts, if there are any, have applied the present state of the service."""
         return self._leading is None or self._leading.all_follow()
 

@@ -98,7 +98,7 @@ def drains(service: RealService, ranks: list[int]) -> Callable[[], None]:
 
 
 def answers(service: RealService, ranks: list[int]) -> Answers:
-    """Return the answers of streams amid which these ranks are drained."""
+    """Return the answers of streams while these ranks are drained."""
     streams = stream_all(service.url, bodies(), pieces=PIECES, then=drains(service, ranks))
     return [each.said for each in streams]
 

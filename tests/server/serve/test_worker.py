@@ -13,7 +13,7 @@ from server.serve.children import END_NOW_SIGNAL, PARENT_END_SIGNAL, children_of
 from server.serve.restarts import MAX_RESTARTS
 from tests.support.models.fake_checkpoint import write_checkpoint
 from tests.support.service.fake_child import KV_CACHE_BYTES
-from tests.support.service.service_processes import Service, has_ended, wait_until
+from tests.support.service.service_processes import Service, command_of, has_ended, wait_until
 
 PROMISED_S = 5.0  # from the signal to the end of the last process
 
@@ -164,10 +164,7 @@ def test_what_a_killed_front_leaves_does_not_stay_as_a_zombie(model: Path) -> No
 
 def copies(service: Service) -> set[int]:
     """Return the pids of the worker's spares."""
-    commands = {
-        pid: Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in children_of(service.process.pid)
-    }
-    return {pid for pid, command in commands.items() if "backup" in command}
+    return {pid for pid in children_of(service.process.pid) if "backup" in command_of(pid)}
 
 
 def only_copy(service: Service) -> int:
@@ -189,7 +186,7 @@ def test_a_killed_engine_is_named_and_its_copy_takes_its_place(model: Path) -> N
             assert engine_settings_of(successor)["kv_cache_bytes"] == KV_CACHE_BYTES, (
                 "the first engine's size"
             )
-            assert "engine" in Path(f"/proc/{seen[-1]}/cmdline").read_text().split("\0")
+            assert "engine" in command_of(seen[-1])
             wait_until(lambda: service.output().count("serves again") == restarts, service.output)  # noqa: B023
             killed = f"wideep: rank 0's engine (pid {seen[-2]}) was killed by SIGKILL"
             [line] = [line for line in service.output().splitlines() if line.startswith(killed)]

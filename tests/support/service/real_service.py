@@ -15,7 +15,7 @@ from dispatch.ports import free_port
 from tests.support.models.families import write_checkpoint
 from tests.support.models.tiny_tokenizer import CHAT_TEMPLATE, write_tokenizer
 from tests.support.requests import plain_http
-from tests.support.service.service_processes import wait_until
+from tests.support.service.service_processes import command_of, wait_until
 
 REPOSITORY = Path(__file__).parents[3]
 WIDEEP = (sys.executable, "-P", str(REPOSITORY / "server" / "__main__.py"))
@@ -122,11 +122,7 @@ class RealService:
     def find(self, word: str) -> int:
         """Return the first descendant with a word in its command line."""
         for pid in self.descendants():
-            try:
-                words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-            except OSError:  # it has ended meanwhile
-                continue
-            if word in words:
+            if word in command_of(pid):
                 return pid
         raise LookupError(f"no process of the service has {word!r} in its command line")
 
@@ -135,11 +131,10 @@ class RealService:
         found = {}
         for pid in self.descendants():
             try:
-                words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
                 environment = Path(f"/proc/{pid}/environ").read_text().split("\0")
             except OSError:  # ended in between
                 continue
-            if "engine" in words:
+            if "engine" in command_of(pid):
                 rank = next(word for word in environment if word.startswith("RANK="))
                 found[int(rank.removeprefix("RANK="))] = pid
         return found

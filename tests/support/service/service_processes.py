@@ -91,6 +91,14 @@ class Service:
             assert has_ended(pid, deadline - time.monotonic()), f"{name} (pid {pid}) is still running"
 
 
+def command_of(pid: int) -> list[str]:
+    """Return the words of a process's command line; empty if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
 def kill(pid: int, number: int) -> None:
     """Send a signal to a process that may have ended."""
     try:

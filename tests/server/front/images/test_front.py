@@ -19,7 +19,7 @@ from server.clients.llm.results import RequestOutput, SamplingParams
 from tests.support.models.seeing import IMAGE_TOKEN, write_seeing_model
 from tests.support.requests.pictures import data_url, png
 from tests.support.service.front_process import FrontProcess
-from tests.support.service.service_processes import wait_until
+from tests.support.service.service_processes import command_of, wait_until
 
 WIDE, TALL = png(112, 56, 1), png(56, 112, 2)  # 8 rows each
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
@@ -79,7 +79,7 @@ def test_an_equal_picture_has_the_same_rows_and_another_one_other_keys(seeing: F
 @pytest.mark.slow
 def test_an_encoder_that_was_killed_is_replaced(seeing: FrontProcess) -> None:
     before = asked(seeing, "before", WIDE)
-    [pid] = [int(each) for each in _children(seeing.process.pid) if "image-encoder" in _command(each)]
+    [pid] = [int(each) for each in _children(seeing.process.pid) if "image-encoder" in command_of(int(each))]
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: str(pid) not in _children(seeing.process.pid), lambda: "it is still there")
     assert asked(seeing, "after", WIDE).images[0].digest == before.images[0].digest
@@ -254,7 +254,3 @@ def test_a_model_that_sees_lists_images(seeing: FrontProcess) -> None:
 
 def _children(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-
-
-def _command(pid: str) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_text()

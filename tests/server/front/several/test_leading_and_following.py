@@ -1,6 +1,7 @@
 """The state that the leading front publishes, and how another front follows it."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -191,7 +192,12 @@ def test_pools_that_join_are_announced_and_followed(tmp_path: Path) -> None:
     fronts = Fronts(tmp_path)
     fronts.serve()
     told: list[Any] = []
-    fronts.following.on_pools = lambda pools, announced: told.append((pools, announced))
+
+    def follow_pools(pools: Sequence[Pool], announced: Sequence[Pool]) -> None:
+        told.append((pools, announced))
+        fronts.other.router.grow(pools[-1].ranks.stop)
+
+    fronts.following.on_pools = follow_pools
     more = Pool("more", Role.BOTH, 2, 2)
     fronts.decided = READY._replace(pools=(PREFILL, DECODE), announced=(more,))
     fronts.follow()

@@ -133,6 +133,7 @@ def test_a_rank_that_is_killed_once_all_requests_have_ended_is_no_failure(start:
         front.process.send_signal(signal.SIGTERM)
         wait_until_closed(host, int(port))
         front.ranks[0].kill()
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
         answer = b"".join(iter(lambda: slow.recv(1 << 20), b""))
     assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
     assert front.wait() == (0, "wideep front: rank 0 is lost while the service ends: its connection closed\n")

@@ -1,4 +1,4 @@
-"""Pools that join a service with two fronts: every front gives them requests, whichever process is killed."""
+"""Pools that join a service with two fronts: every front gives them requests, also after a kill."""
 
 import threading
 from collections.abc import Iterator

@@ -14,7 +14,7 @@ import pytest
 from tests.support.models.families import write_checkpoint
 from tests.support.requests import plain_http
 from tests.support.service.real_service import START_S, RealService, write_tiny_model
-from tests.support.service.service_processes import wait_until
+from tests.support.service.service_processes import command_of, wait_until
 
 NUM_TOKENS = 300
 BODY = {"prompt": "one two", "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
@@ -46,7 +46,7 @@ def fronts(service: RealService) -> list[int]:
     """Return the pids of the fronts, the leading one first."""
     found = {}
     for pid in service.descendants():
-        words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        words = command_of(pid)
         if "front" in words and "--front-number" in words:
             found[int(words[words.index("--front-number") + 1])] = pid
     return [found[number] for number in sorted(found)]
