@@ -110,7 +110,7 @@ class AttachedRank:
             while self._outbox and not self._ends_writes:
                 self.write_begun_s = time.monotonic()
                 message = self.seal.seal(encode(self._outbox.popleft()))
-                with contextlib.suppress(grpc.aio.InternalError):  # the stream has ended: `_read` learns why
+                with contextlib.suppress(grpc.aio.BaseError):  # the stream has ended: `_read` learns why
                     await context.write(message)
             self.write_begun_s = math.inf
 
