@@ -1,6 +1,7 @@
 """Waiting requests move to a rank with room, between real processes: answers stay the same; none is lost or sent twice."""
 
 import re
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -76,6 +77,18 @@ def wait_until_nothing_is_open(service: RealService) -> None:
     )
     tokens = metric(service, "wideep:router_outstanding_tokens")
     assert tokens == 0, "the router counts no tokens of ended requests"
+
+
+def check_freed_within_a_second(service: RealService) -> None:
+    """Wait until no request runs and the KV caches are empty. Call it when all clients have left."""
+    left_s = time.monotonic()
+    wait_until(
+        lambda: (
+            metric(service, "vllm:num_requests_running") == metric(service, "vllm:kv_cache_usage_perc") == 0
+        ),
+        service.output,
+    )
+    assert time.monotonic() - left_s < 1.0
 
 
 def test_requests_that_wait_move_to_the_idle_rank_and_answers_stay_the_same(

@@ -13,7 +13,7 @@ from tests.server.faults.test_drains import PIECES, bodies
 from tests.server.faults.test_faults import kill
 from tests.server.faults.test_moves_between_ranks import metric, wait_until_nothing_is_open
 from tests.server.memory.test_kv_tiers import PROMPTS, ask
-from tests.support.requests.timed_streams import stream_all
+from tests.support.requests.timed_streams import open_streams, stream_all
 from tests.support.service.real_service import RealService
 from tests.support.service.service_processes import has_ended, wait_until
 
@@ -111,13 +111,7 @@ def test_streams_end_before_the_service_sleeps_if_it_waits(
 
 def test_clients_that_leave_while_their_requests_are_kept_leave_nothing_behind(service: RealService) -> None:
     with httpx.Client(timeout=60) as client:
-        leaving = [
-            client.send(
-                client.build_request("POST", f"{service.url}/v1/completions", json={**body, "stream": True}),
-                stream=True,
-            )
-            for body in bodies()
-        ]
+        leaving = open_streams(client, service.url, bodies())
         for response in leaving:
             next(response.iter_lines())
         sleep(service, 1, "keep")

@@ -25,7 +25,7 @@ from tests.support.service.namespaces import (
 )
 from tests.support.service.namespaces import members as members_at
 from tests.support.service.real_service import START_S, WIDEEP, RealService, write_tiny_model
-from tests.support.service.service_processes import has_ended, wait_until
+from tests.support.service.service_processes import has_ended, running_command, wait_until
 
 OTHER_NODE, ENDPOINT_NODE, HTTP_PORT = 0, 1, 8000  # Inside its namespace every port is free.
 ENDPOINT = f"10.213.7.{ENDPOINT_NODE + 1}:29400"
@@ -95,16 +95,8 @@ def joining(namespace: str, directory: Path, *flags: str) -> Iterator[subprocess
         *("--nnodes=1", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"),
         *worker(directory, "--join", ENDPOINT, *flags),
     ]
-    with (directory / "joined.txt").open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-    try:
+    with running_command(command, directory / "joined.txt", end_s=END_S) as process:
         yield process
-    finally:
-        process.terminate()
-        try:
-            process.wait(END_S)
-        finally:
-            process.kill()
 
 
 def end_node(service: RealService, node: int) -> None:

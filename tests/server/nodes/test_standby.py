@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -21,7 +20,7 @@ from tests.server.nodes.test_nodes import END_S, end_node, engine_of, write_file
 from tests.support.service.namespaces import ask, made_namespaces, set_link, threads_inside
 from tests.support.service.namespaces import members as members_at
 from tests.support.service.real_service import START_S, RealService
-from tests.support.service.service_processes import wait_until
+from tests.support.service.service_processes import running_command, wait_until
 
 STANDBY, HEAD, OTHER = 0, 1, 2  # nodes
 PORT = 8000
@@ -195,16 +194,8 @@ def rejoining(nodes: Nodes, directory: Path) -> Iterator[Path]:
         *(*worker(directory), "--join", f"{SECOND}:{STANDBY_PORT}"),
     ]
     output = directory / "joined.txt"
-    with output.open("w") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
-    try:
+    with running_command(command, output, end_s=END_S):
         yield output
-    finally:
-        process.terminate()
-        try:
-            process.wait(END_S)
-        finally:
-            process.kill()
 
 
 @pytest.mark.slow

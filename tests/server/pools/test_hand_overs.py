@@ -14,8 +14,12 @@ import pytest
 from server.cli import main
 from tests.server.faults import test_faults
 from tests.server.faults.test_drains import NGRAM
-from tests.server.faults.test_moves_between_ranks import metric, wait_until_nothing_is_open
-from tests.support.requests.timed_streams import stream_all
+from tests.server.faults.test_moves_between_ranks import (
+    check_freed_within_a_second,
+    metric,
+    wait_until_nothing_is_open,
+)
+from tests.support.requests.timed_streams import open_streams, stream_all
 from tests.support.service.real_service import START_S, RealService, write_tiny_model
 from tests.support.service.service_processes import wait_until
 
@@ -155,28 +159,13 @@ def test_without_tiers_requests_are_handed_over_and_computed_again(
 def test_clients_that_leave_free_both_ranks_within_a_second(service: RealService) -> None:
     """Some leave while their prompts run or wait, others when their first token has come."""
     with httpx.Client(timeout=60, limits=httpx.Limits(max_connections=None)) as client:
-
-        def open_all() -> list[httpx.Response]:
-            requests = (
-                client.build_request("POST", f"{service.url}/v1/completions", json={**body, "stream": True})
-                for body in bodies()
-            )
-            return [client.send(request, stream=True) for request in requests]
-
-        before, after = open_all(), open_all()
+        before, after = (open_streams(client, service.url, bodies()) for _ in range(2))
         for response in before:
             response.close()
         for response in after:
             next(response.iter_lines())
             response.close()
-    left_s = time.monotonic()
-    wait_until(
-        lambda: (
-            metric(service, "vllm:num_requests_running") == metric(service, "vllm:kv_cache_usage_perc") == 0
-        ),
-        service.output,
-    )
-    assert time.monotonic() - left_s < 1.0
+    check_freed_within_a_second(service)
 
 
 @pytest.mark.parametrize("pieces", [0, 1, PIECES], ids=["prompts", "hand-over", "answers"])

@@ -13,6 +13,15 @@ import httpx
 TIMEOUT_S = 300.0  # of all streams, on a loaded machine
 
 
+def open_streams(client: httpx.Client, url: str, bodies: Sequence[dict[str, Any]]) -> list[httpx.Response]:
+    """Return the responses of completions that have begun, unread. Close each one."""
+    requests = (
+        client.build_request("POST", f"{url}/v1/completions", json={**body, "stream": True})
+        for body in bodies
+    )
+    return [client.send(request, stream=True) for request in requests]
+
+
 @dataclass(kw_only=True)
 class TimedStream:
     """Pieces and times of one streamed completion."""

@@ -1,5 +1,6 @@
 """Start a fake service as processes, find their pids, and wait for conditions with timeouts."""
 
+import contextlib
 import json
 import os
 import select
@@ -7,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -89,6 +90,23 @@ class Service:
         deadline = time.monotonic() + within_s
         for name, pid in self.pids().items():
             assert has_ended(pid, deadline - time.monotonic()), f"{name} (pid {pid}) is still running"
+
+
+@contextlib.contextmanager
+def running_command(
+    command: Sequence[str], output: Path, *, end_s: float
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a command in a new session, with its output in a file. On exit, it ends within `end_s` of SIGTERM."""
+    with output.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(end_s)
+        finally:
+            process.kill()
 
 
 def command_of(pid: int) -> list[str]:
