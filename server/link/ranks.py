@@ -330,11 +330,13 @@ class Ranks:
         finally:
             # gRPC cannot end a stream during a write, even one that was cancelled: the rank would notice nothing.
             stream.end_writes()
-            await asyncio.wait([writer], timeout=END_WRITE_S)
-            for task in tasks:
-                task.cancel()
+            try:
+                await asyncio.wait([writer], timeout=END_WRITE_S)
+            finally:  # gRPC may cancel this once more
+                for task in tasks:
+                    task.cancel()
+                self._lose(stream, "its connection closed")
             await asyncio.gather(*tasks, return_exceptions=True)
-            self._lose(stream, "its connection closed")
 
     async def _read(self, stream: AttachedRank, messages: AsyncIterator[bytes]) -> None:
         """Handle a rank's messages until its stream ends."""

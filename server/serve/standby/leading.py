@@ -94,17 +94,10 @@ class KeptFiles:
         finally:
             for task in tasks:
                 task.cancel()
+            self._lose(stream)  # before the next await, where gRPC may cancel this once more
             for result in await asyncio.gather(*tasks, return_exceptions=True):
                 if isinstance(result, SealError | OSError | ValueError | LookupError | TypeError):
                     _LOG.error("the standby cannot follow: %s: %s", type(result).__name__, result)
-            if self._stream is stream:
-                self._stream = None
-                self._release()
-                if not self._is_over:
-                    _LOG.warning(
-                        "the standby does not follow any more; the service has none until it is back"
-                    )
-                    self._note("standby_lost", "the standby does not follow any more")
 
     def note_rank(self, rank: int, node: str) -> None:
         """Record a rank that attaches. Those of this node are lost with it."""
@@ -165,6 +158,16 @@ class KeptFiles:
             self._is_new[path] = self._is_new.get(path, False) or is_new
         if paths:
             self._changed.set()
+
+    def _lose(self, stream: StandbyStream) -> None:
+        """Note the end of a stream, unless a newer one has replaced it."""
+        if self._stream is not stream:
+            return
+        self._stream = None
+        self._release()
+        if not self._is_over:
+            _LOG.warning("the standby does not follow any more; the service has none until it is back")
+            self._note("standby_lost", "the standby does not follow any more")
 
     def _release(self) -> None:
         for wait in self._waits.values():

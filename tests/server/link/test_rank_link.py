@@ -9,11 +9,11 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from dataclasses import replace
 from queue import Queue
 from typing import Any, NamedTuple
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import grpc
 import pytest
@@ -52,7 +52,7 @@ from server.link.messages import (
     encode,
 )
 from server.link.rank_link import FrontLost, LinkError, RankLink, RefusedError, claim
-from server.link.ranks import RankLost, Ranks
+from server.link.ranks import AttachedRank, RankLost, Ranks
 from server.link.seal import MAC_BYTES, NONCE_KEY
 from tests.support.placement.load_reports import counts
 from tests.support.placement.load_reports import report as load_report
@@ -392,6 +392,38 @@ def test_a_front_that_closes_during_a_write_logs_no_error(
         asyncio.run(close_during_a_write())
         gc.collect()  # reports unretrieved exceptions
     assert "never retrieved" not in caplog.text
+
+
+def test_a_stream_that_is_cancelled_twice_is_lost() -> None:
+    """gRPC may cancel it at the end of the connection, and again when the server stops."""
+
+    async def cancel_twice() -> None:
+        ranks, received = Ranks(1, "t"), list[object]()
+        ranks._receive = lambda _rank, message: received.append(message)
+        stream = AttachedRank(FACTS, 0.0, Mock(seal=lambda content: content))
+        ranks.attached[FACTS.rank] = stream
+        ranks._greet = AsyncMock(return_value=stream)  # type: ignore[method-assign]
+        stream.post(Welcome())
+        writing = AsyncMock(side_effect=_never_written)
+        attached = asyncio.create_task(ranks._attach(_silence(), Mock(write=writing)))
+        while not writing.called:
+            await asyncio.sleep(0)
+        for _ in range(2):
+            attached.cancel()
+            await asyncio.sleep(0)
+        await asyncio.gather(attached, return_exceptions=True)
+        assert not ranks.attached and received == [RankLost("its connection closed")]
+
+    asyncio.run(cancel_twice())
+
+
+async def _never_written(_message: bytes) -> None:
+    await asyncio.Event().wait()
+
+
+async def _silence() -> AsyncIterator[bytes]:
+    await asyncio.Event().wait()
+    yield b""
 
 
 def test_no_front_is_an_error_that_names_the_address() -> None:

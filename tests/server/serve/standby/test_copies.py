@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
@@ -245,7 +246,7 @@ async def test_a_killed_front_is_followed_again_while_its_node_is_there(tmp_path
     await until(lambda: leading.events == ["standby_follows"])
     await leading.ranks.close()
     leading.files.close()
-    await until(lambda: leading.events == ["standby_follows", "standby_lost"])
+    await until(lambda: leading.events[-1] == "standby_lost")
     again = Leading(tmp_path / "first")
     port = int(leading.first.ranks_address.rpartition(":")[2])
     again.ranks = Ranks(1, "token")
@@ -261,6 +262,26 @@ async def test_a_killed_front_is_followed_again_while_its_node_is_there(tmp_path
     async with asyncio.timeout(WITHIN_S):
         why = await standby.lost
     assert why is not None and f"torchrun does not answer at 127.0.0.1:{leading.first.store.port}" in why
+
+
+@in_a_loop
+async def test_a_stream_that_is_cancelled_twice_is_noted_as_lost(tmp_path: Path) -> None:
+    """gRPC may cancel it at the end of the connection, and again when the server stops."""
+    leading = Leading(tmp_path / "first")
+    silent = Mock(first=Follow([]), send=AsyncMock(), received=lambda: _silence())
+    serving = asyncio.create_task(leading.files.serve(silent))
+    await until(lambda: leading.events == ["standby_follows"])
+    for _ in range(2):
+        serving.cancel()
+        await asyncio.sleep(0)
+    await asyncio.gather(serving, return_exceptions=True)
+    assert leading.events == ["standby_follows", "standby_lost"]
+    await leading.close()
+
+
+async def _silence() -> AsyncIterator[object]:
+    await asyncio.Event().wait()
+    yield None
 
 
 @with_and_without_key
