@@ -33,7 +33,8 @@ OTHERS = {
         "--input-file --isl --osl --request-count --streaming --ui --use-server-token-count"
     ),
     "guidellm": "--backend --constraint --data --data-loader --disable-console-interactive --output --profile",
-    "benchmarks.faults": "--fronts --nodes --open --random --resizes --tiers --tokens",
+    "benchmarks.adapters": "--dense-only",
+    "benchmarks.faults": "--fronts --kinds --nodes --open --random --resizes --tiers --tokens",
     "benchmarks.front": "--against --step-s --streams",
     "benchmarks.kv.pools": "--every --prompt-tokens --ranks --seconds --streams",
     "benchmarks.kv.transfer": "--blocks --step-ms",
