@@ -326,7 +326,6 @@ def _check_together(options: Options, environment: Mapping[str, str]) -> None:
         raise OptionsError(
             "--ssl-certfile does not apply to --uds, whose socket is local to this machine; leave it out"
         )
-    _check_fronts(options)
     _check_standby(options)
     _check_tiers(options.engine)
     _check_adapters(options)
@@ -336,26 +335,11 @@ def _check_together(options: Options, environment: Mapping[str, str]) -> None:
         check_traces(environment)
 
 
-def _check_fronts(options: Options) -> None:
-    if options.api_server_count == 1:
-        return
-    for flag, given in (
-        ("--uds", options.uds),
-        ("--max-connections-per-address", options.http.max_connections_per_address),
-    ):
-        if given is not None:
-            raise OptionsError(
-                f"{flag} does not work with --api-server-count {options.api_server_count}, because the kernel spreads "
-                "connections over the fronts; leave one of the two out"
-            )
-
-
 def _check_standby(options: Options) -> None:
     if options.standby is None:
         return
     for flag, is_given in (
         ("--uds", options.uds is not None),
-        ("--api-server-count", options.api_server_count > 1),
         ("--pool", options.has_own_pool),
         ("--port 0", options.port == 0),
     ):

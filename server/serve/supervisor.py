@@ -7,7 +7,8 @@ An engine that fails after it has served is restarted, up to a budget; then the 
 engine fails before serving, the service ends: the cause (a flag, too little memory) would remain. A front that is killed
 after ranks have served is restarted with the same ports and token. The service ends if a front exits by itself, or if an
 engine exits with status 0, which only the front requests. `restarts` makes these decisions. Of several fronts
-(`--api-server-count`), the first one leads. The others start when it has bound its port, and the engine when all are bound. The front
+(`--api-server-count`), the first one leads. The others start when it has bound its port, and the engine when all are bound. They
+inherit the socket of `--uds` from here, because its path can be bound only once. The front
 of a standby (`--standby`) starts like the leading one, and follows that one until its node is lost.
 
 Each engine leaves a waiting copy of itself (`spare`) that replaces it, because importing torch again takes seconds.
@@ -16,9 +17,11 @@ If a supervisor is killed, its children end with it. If the launcher restarts th
 from a file and starts its children as after a restart. `child_messages` defines the state and the protocol with the children.
 """
 
+import contextlib
 import os
 import selectors
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +32,7 @@ from typing import assert_never
 
 from server.machine.lines import SCREEN_VARIABLE, say
 from server.machine.roots import WIDEEP_COMMAND
+from server.options.flag import OptionsError
 from server.options.pools import in_words
 from server.options.reading import environment_from, handed_on
 from server.options.table import Options
@@ -49,6 +53,7 @@ from server.serve.children import (
     END_NOW_SIGNAL,
     FRONT_VARIABLE,
     KEPT_VARIABLE,
+    LISTENER_VARIABLE,
     PARENT_END_SIGNAL,
     READY_VARIABLE,
     STANDBY_VARIABLE,
@@ -63,6 +68,7 @@ from server.serve.children import (
     stop_children,
 )
 from server.serve.error_file import ERROR_FILE, LAST, write_absence, write_failure
+from server.serve.preflight.unix_socket import listening_at
 from server.serve.rank.spare import SPARE_VARIABLE, Spare, StartOrder
 from server.serve.rank_processes import LAUNCHER_VARIABLE
 from server.serve.restarts import Next, RestartPolicy
@@ -107,6 +113,7 @@ class Supervisor:
         self._engine: Child | None = None
         self._spare: Spare | None = None  # of the current engine
         self._front_host, self._is_standby = "", False
+        self._listener: socket.socket | None = None  # of several fronts on a Unix socket
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._announced = ""  # the fronts' addresses, as JSON
         self._policy = RestartPolicy(
@@ -165,17 +172,22 @@ class Supervisor:
         self._is_standby = is_standby
         self._watch(stop_signals.fd, lambda: self._on_stop(stop_signals.take()))
         self._watch(parent_fd, self._on_parent_end)
+        closing = contextlib.ExitStack()
         try:
             if front_host is None:
                 self._start_engine()
             else:
                 self._front_host = front_host
+                if self._options.uds is not None and self._options.api_server_count > 1:
+                    self._listener = closing.enter_context(listening_at(self._options.uds))
                 # Addresses were announced by the fronts of the previous supervisor.
                 for number in range(self._options.api_server_count if self._announced else 1):
                     self._start_front(number)
                 if self._announced:
                     self._start_engine()
             return self._wait(stop_signals.fd)
+        except OptionsError as error:
+            return self._fail(str(error))
         finally:
             stop_children(self._children(), grace_s=STOP_GRACE_S)
             if self._spare is not None:
@@ -183,6 +195,7 @@ class Supervisor:
             self._selector.close()
             if self._folder is not None:
                 self._folder.cleanup()
+            closing.close()
 
     def _make_folder(self) -> str:
         """Return the folder that a front leaves to its successor: next to our state file, or a temporary one."""
@@ -262,6 +275,9 @@ class Supervisor:
             flags += ["--front-number", str(number)]
         flags += ["--stands-by"] if self._is_standby else []
         fds = [pipe.child_fd]
+        if self._listener is not None:
+            extra[LISTENER_VARIABLE] = str(self._listener.fileno())
+            fds.append(self._listener.fileno())
         if (launcher := self._environment.get(LAUNCHER_VARIABLE)) is not None:
             fds.append(int(launcher))
         front = self._start(

@@ -22,6 +22,7 @@ from server.front.several.shared_prefixes import SharedPrefixes, shared_numbers
 
 MOST_RANKS = 4096  # columns, so that a resize finds room for its ranks
 NUM_KEY_PLACES = 4096  # for the open choices by API key; keys that share a place share a limit
+NUM_ADDRESS_PLACES = 1 << 16  # for connections by the client's address; as for keys
 _NUM_SESSIONS = 1 << 16  # a session takes the place of an older one with the same place
 
 
@@ -56,10 +57,11 @@ class Board:
         """
         self.number, self.num_fronts = number, num_fronts
         num_loads = len(_SECTIONS) * MOST_RANKS
-        rows = shared_numbers(path, 1 + num_fronts, len(Cell) + num_loads + NUM_KEY_PLACES)
+        ends = np.cumsum((len(Cell), num_loads, NUM_KEY_PLACES, NUM_ADDRESS_PLACES)).tolist()
+        rows = shared_numbers(path, 1 + num_fronts, ends[-1])
         self._head, self._rows = rows[0], rows[1:]
         self._own = self._rows[number]
-        _, all_loads, self._key_rows = np.split(self._rows, (len(Cell), len(Cell) + num_loads), axis=1)
+        _, all_loads, self._key_rows, self._address_rows = np.split(self._rows, ends[:-1], axis=1)
         # [fronts, sections, ranks]
         self._all_loads = all_loads.reshape(num_fronts, len(_SECTIONS), MOST_RANKS)
         self.prefixes: PrefixMemory = SharedPrefixes(path.with_name("prefixes"), num_ranks)
@@ -131,16 +133,24 @@ class Board:
     def count_choice(self, key_id: str, by: int) -> None:
         """Count an accepted choice of an API key, or with -1 one that has its outcome."""
         self._own[Cell.NUM_OPEN] += by
-        self._key_rows[self.number, _place(key_id)] += by
+        self._key_rows[self.number, _place(key_id, NUM_KEY_PLACES)] += by
 
     def num_of_key(self, key_id: str) -> int:
         """Return the number of open choices of an API key."""
-        return int(self._key_rows[:, _place(key_id)].sum())
+        return int(self._key_rows[:, _place(key_id, NUM_KEY_PLACES)].sum())
 
     def num_keys(self, key_id: str) -> int:
         """Return the number of API keys with open choices, including this one."""
         counts = self._key_rows.sum(axis=0)
-        return int(np.count_nonzero(counts)) + (not counts[_place(key_id)])
+        return int(np.count_nonzero(counts)) + (not counts[_place(key_id, NUM_KEY_PLACES)])
+
+    def count_connection(self, address: str, by: int) -> None:
+        """Count a connection of a client's address that opens, or with -1 one that closes."""
+        self._address_rows[self.number, _place(address, NUM_ADDRESS_PLACES)] += by
+
+    def num_connections_of(self, address: str) -> int:
+        """Return the number of open connections of a client's address."""
+        return int(self._address_rows[:, _place(address, NUM_ADDRESS_PLACES)].sum())
 
     def rank_of_session(self, session: str) -> int | None:
         """Return the rank of a session's last request, or None if it is not known."""
@@ -174,5 +184,5 @@ def _digest(session: str) -> int:
     return int.from_bytes(hashlib.blake2b(session.encode(), digest_size=7).digest()) + 1
 
 
-def _place(key_id: str) -> int:
-    return zlib.crc32(key_id.encode()) % NUM_KEY_PLACES
+def _place(name: str, num_places: int) -> int:
+    return zlib.crc32(name.encode()) % num_places

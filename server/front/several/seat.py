@@ -6,7 +6,7 @@ from typing import NamedTuple, Self
 
 from server.front.several.board import Board
 
-_FOLDER = "fronts"  # in the folder that outlives a front
+FOLDER = "fronts"  # in the folder that outlives a front
 
 
 class Seat(NamedTuple):
@@ -14,7 +14,8 @@ class Seat(NamedTuple):
 
     number: int  # 0 leads
     num_fronts: int
-    folder: Path
+    kept: Path  # the folder that outlives a front; the leading one publishes the service's state there
+    folder: Path  # shared by the processes of this node only
     board: Board
     num_cut_off: int  # choices that the process before this one had open when it was killed
     folder_fd: int
@@ -27,11 +28,11 @@ class Seat(NamedTuple):
             kept: The folder that outlives a front.
             num_ranks: Ranks at the start of the fronts.
         """
-        folder = kept / _FOLDER
+        folder = kept / FOLDER
         folder.mkdir(mode=0o700, exist_ok=True)
         board = Board(folder / "board", number=number, num_fronts=num_fronts, num_ranks=num_ranks)
         fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        return cls(number, num_fronts, folder, board, board.begin(), fd)
+        return cls(number, num_fronts, kept, folder, board, board.begin(), fd)
 
     @property
     def leads(self) -> bool:

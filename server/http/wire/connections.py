@@ -5,6 +5,7 @@ address (an IPv4 address, or an IPv6 /64 network, which belongs to one customer)
 the address with the most connections is closed. If no connection is idle, the new one gets 503. An idle connection has no
 request: it rests between two, or has not sent a whole head. So silent connections cannot lock out other clients.
 Loopback, Unix sockets and trusted proxies serve many clients, so only the total limit applies to them.
+Several fronts count the connections of an address together. Each of them closes only its own ones.
 
 asyncio's own server accepts up to 2,048 connections in a row, and logs a traceback for each of them when descriptors run out
 (bpo-27906). It also drops the connections in the backlog when it closes. `Listener` replaces it.
@@ -45,12 +46,38 @@ class Connection(Protocol):
         """Close this idle connection, because others need its place."""
 
 
+class SharedConnections(Protocol):
+    """The connections of all fronts by address: one of several fronts counts its own in it."""
+
+    num_fronts: int
+
+    def count_connection(self, address: str, by: int) -> None:
+        """Count a connection that opens, or with -1 one that closes."""
+
+    def num_connections_of(self, address: str) -> int:
+        """Return the number of open connections of an address."""
+
+
 class ConnectionBound:
     """The open connections, and which of them are idle."""
 
-    def __init__(self, most: int, most_per_address: int | None = None, exempt: Collection[str] = ()) -> None:
-        """Args: most_per_address is half of `most` by default; exempt has addresses and networks, or "*" for all."""
-        self.most = most
+    def __init__(
+        self,
+        most: int,
+        most_per_address: int | None = None,
+        exempt: Collection[str] = (),
+        shared: SharedConnections | None = None,
+    ) -> None:
+        """Begin without connections.
+
+        Args:
+            most_per_address: At all fronts; half of all connections by default.
+            exempt: Addresses and networks, or "*" for all.
+            shared: The connections of all fronts if there are several.
+        """
+        self.most, self._shared = most, shared
+        if most_per_address is None and shared is not None:
+            most_per_address = most * shared.num_fronts // 2
         self._most_per_address = most_per_address or max(1, most // 2)
         self._exempts_all = "*" in exempt
         self._exempt = [ip_network(each, strict=False) for each in exempt if each != "*"]
@@ -66,12 +93,12 @@ class ConnectionBound:
     def enter(self, connection: Connection, host: str | None) -> bool:
         """Add a new idle connection; return whether it may stay."""
         source = self._source_of(host)
-        if source and self._counts[source] >= self._most_per_address and not self._evict_of(source):
+        if source and self._num_of(source) >= self._most_per_address and not self._evict_of(source):
             return False
         if len(self._sources) >= self.most and not self.evict(1):
             return False
         self._sources[connection] = source
-        self._counts[source] += 1
+        self._count(source, 1)
         self.rest(connection)
         return True
 
@@ -80,7 +107,7 @@ class ConnectionBound:
         self.work(connection)
         source = self._sources.pop(connection, None)
         if source is not None:
-            self._counts[source] -= 1
+            self._count(source, -1)
             if not self._counts[source]:
                 del self._counts[source]
 
@@ -106,6 +133,14 @@ class ConnectionBound:
             self._evict_of(max(self._idle, key=lambda source: self._counts[source]))
             num_closed += 1
         return num_closed
+
+    def _count(self, source: str, by: int) -> None:
+        self._counts[source] += by
+        if source and self._shared is not None:
+            self._shared.count_connection(source, by)
+
+    def _num_of(self, source: str) -> int:
+        return self._counts[source] if self._shared is None else self._shared.num_connections_of(source)
 
     def _evict_of(self, source: str) -> bool:
         connection = next(iter(self._idle.get(source, ())), None)

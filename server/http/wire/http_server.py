@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import uvicorn
 from starlette.types import ASGIApp
 
-from server.http.wire.connections import ConnectionBound, Listener, default_most
+from server.http.wire.connections import ConnectionBound, Listener, SharedConnections, default_most
 from server.http.wire.protocol import PunctualProtocol
 from server.options.table import HttpOptions
 
@@ -74,7 +74,7 @@ def _config(app: ASGIApp, http: HttpOptions) -> uvicorn.Config:
     )
 
 
-def connection_bound(http: HttpOptions) -> ConnectionBound:
-    """Return the limit of connections; by default it follows from the limit of open files."""
+def connection_bound(http: HttpOptions, shared: SharedConnections | None = None) -> ConnectionBound:
+    """Return the limit of connections; by default it follows from the limit of open files. `shared`: as for `ConnectionBound`."""
     most = http.max_connections or default_most(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-    return ConnectionBound(most, http.max_connections_per_address, http.forwarded_allow_ips)
+    return ConnectionBound(most, http.max_connections_per_address, http.forwarded_allow_ips, shared)

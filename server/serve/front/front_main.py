@@ -36,12 +36,17 @@ from server.machine.parent_death import die_with_parent
 from server.options.flag import OptionsError
 from server.options.table import Options
 from server.serve.child_messages import FrontAddresses, encode, ranks_addresses
-from server.serve.children import FRONT_VARIABLE, KEPT_VARIABLE, raise_descriptor_limit
+from server.serve.children import (
+    FRONT_VARIABLE,
+    KEPT_VARIABLE,
+    LISTENER_VARIABLE,
+    raise_descriptor_limit,
+)
 from server.serve.front.front import Ending, Front
 from server.serve.preflight.unix_socket import listening_at
 from server.serve.standby.first_front import FirstFront
 from server.serve.standby.leading import KeptFiles, ranks_near
-from server.serve.standby.waiting import copies_in, wait_until_lost
+from server.serve.standby.waiting import copies_in, wait_for_leading, wait_until_lost
 from server.serve.store.rendezvous import NODE_VARIABLE
 
 _LOG = logging.getLogger("wideep.front")
@@ -78,7 +83,7 @@ def run_front(
             before = json.loads(environment.get(FRONT_VARIABLE, "null"))
             first, listens = before is None, not is_standby
             with (
-                _listener(options, is_first=first, listens=listens) as listener,
+                _listener(options, environment, is_first=first, listens=listens) as listener,
                 _kept_in(environment) as kept,
             ):
                 place = _Place(number, before, ranks_host, Path(kept), is_standby)
@@ -110,16 +115,18 @@ class _Place(NamedTuple):
 
 
 def _listener(
-    options: Options, *, is_first: bool, listens: bool
+    options: Options, environment: Mapping[str, str], *, is_first: bool, listens: bool
 ) -> contextlib.AbstractContextManager[socket.socket]:
     """Bind the socket for HTTP. The first of several fronts also checks that no other program has the port."""
+    if (bound := environment.get(LISTENER_VARIABLE)) is not None:
+        return socket.socket(fileno=int(bound))
     if options.uds is not None:
         return listening_at(options.uds)
     if options.api_server_count == 1:
         return bind_http(options.host, options.port, listens=listens)
     if is_first and options.port:
-        bind_http(options.host, options.port).close()
-    return bind_http(options.host, options.port, is_shared=True)
+        bind_http(options.host, options.port, listens=listens).close()
+    return bind_http(options.host, options.port, is_shared=True, listens=listens)
 
 
 def _kept_in(environment: Mapping[str, str]) -> contextlib.AbstractContextManager[str]:
@@ -139,11 +146,7 @@ async def _run(
     ending = Ending()
     record = ResizeRecord(place.kept / "resize.json")
     token = place.announced["token"] if place.announced else secrets.token_urlsafe(32)
-    seat = None
-    if options.api_server_count > 1:
-        seat = Seat.take(
-            place.kept, number=place.number, num_fronts=options.api_server_count, num_ranks=num_ranks
-        )
+    seat = None if place.is_standby else _take_seat(options, place, num_ranks)
     num_ranks = record.num_ranks or num_ranks
     try:
         ranks = Ranks(num_ranks, token, cluster_key=options.cluster_key)
@@ -175,13 +178,14 @@ async def _run(
             if first is None:
                 return 0
             token, place = first.token, place._replace(kept=copies_in(place.kept), has_taken_over=True)
+            seat = _take_seat(options, place, num_ranks)
             record = ResizeRecord(place.kept / "resize.json")
             if record.num_ranks:
                 ranks.resize(record.num_ranks, record.num_ranks)
                 metrics.grow(record.num_ranks)
             ranks.use_token(token)
             listener.listen(_BACKLOG)
-        elif options.standby is not None:
+        elif options.standby is not None and place.number == 0:
             try:
                 node = environment.get(NODE_VARIABLE, "")
                 files = KeptFiles(place.kept, lambda kind, text: service.events.note(kind, text), node)
@@ -206,13 +210,23 @@ async def _run(
     joined = JoinedPools(Path(place.kept) / "pools", is_again=place.is_again)
     front = Front(options, ranks, metrics, service, http, ending, joined, files)
     front.begin_resizes(environment)
-    if first is not None:
+    if first is not None and service.leads:
         front.take_over_from(first, ranks_near(place.kept))
     fatal = await front.run(listener, is_again=place.is_again)
     return _complain(fatal) if fatal else 0
 
 
+def _take_seat(options: Options, place: _Place, num_ranks: int) -> Seat | None:
+    """Take this front's place among several. Returns None if it is the only one."""
+    num_fronts = options.api_server_count
+    if num_fronts == 1:
+        return None
+    return Seat.take(place.kept, number=place.number, num_fronts=num_fronts, num_ranks=num_ranks)
+
+
 async def _stand_by(options: Options, place: _Place, ending: Ending) -> FirstFront | None:
+    if place.number:
+        return await wait_for_leading(place.kept, now=ending.now)
     return await wait_until_lost(
         place.kept,
         cluster_key=options.cluster_key,

@@ -53,7 +53,7 @@ from server.http.operators.sleep_routes import sleep_routes
 from server.http.operators.weight_routes import weight_routes
 from server.http.retries.idempotency import IdempotentAnswers
 from server.http.retries.kept_answers import KeptAnswers
-from server.http.wire.http_server import GRACE_S, HttpServer
+from server.http.wire.http_server import GRACE_S, HttpServer, connection_bound
 from server.link.ranks import Ranks
 from server.machine.steady_clock import SteadyClock
 from server.machine.versions import version_of
@@ -88,7 +88,7 @@ class HttpService:
         Args:
             kept: Folder that outlives this process, for answers kept for retries, and for files without --files-dir.
             secret: A secret that all fronts of a service share.
-            files: The files that are copied to the standby, if there is one.
+            files: The files that this front copies to the standby, if there is one.
 
         Raises:
             OptionsError: The folder for files is unusable.
@@ -131,11 +131,17 @@ class HttpService:
             observers=_observers(options, metrics, self._traces),
             answer_once=lambda app: self._answer_once(app, kept, secret, clock),
         )
-        self._server = HttpServer(app if files is None else CopiedFirst(app, files), options.http)
+        wait_until_copied = None if files is None else files.wait_until_copied
+        if options.standby is not None and fronts is not None and not service.leads:
+            wait_until_copied = fronts.wait_until_copied
+        outer = app if wait_until_copied is None else CopiedFirst(app, wait_until_copied)
+        bound = connection_bound(options.http, None if fronts is None else fronts.board)
+        self._server = HttpServer(outer, options.http, bound)
         self._inner = None  # for the other fronts
         if fronts is not None:
             # Its clients are fronts, which forward the address of theirs.
-            self._inner = HttpServer(inner_app(app), HttpOptions(forwarded_allow_ips=("*",)))
+            inner = inner_app(app, wait_until_copied)
+            self._inner = HttpServer(inner, HttpOptions(forwarded_allow_ips=("*",)))
 
     def _add_metrics(self, metrics: Metrics, name: str) -> None:
         service, add = self._service, metrics.add

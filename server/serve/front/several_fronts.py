@@ -7,10 +7,11 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 import httpx
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.front.adapters.registry import Adapters
@@ -34,9 +35,11 @@ from server.http.several.shared_speed import SharedSpeed
 from server.link.ranks import Ranks
 from server.options.pools import Pool
 from server.options.table import Options
+from server.serve.standby.leading import COPY_TIMEOUT_S
 
 _LOG = logging.getLogger("wideep.front")
 _INNER = "wideep.inner"  # in the scope of requests that another front passed on
+_COPIED = "/standby/copied"  # on the socket for other fronts: answers when the standby has all files
 _BACKLOG = 128
 _DRAIN_POLL_S = 0.02
 
@@ -67,20 +70,21 @@ class FrontOfSeveral:
             adapters: Those of a front that follows.
         """
         self._seat, self._requests, self._journal, self._metrics = seat, requests, journal, metrics
+        self.board = seat.board
         self.owners = Owners(seat.number, seat.num_fronts)
         self._speed = SharedSpeed(metrics.throughput, seat)
         self._forwarding: Forwarding | None = None  # set by `forwarding`
         self.leading: LeadingFront | None = None
         self.following: FollowingFront | None = None
         if seat.leads:
-            self.leading = LeadingFront(requests, seat.board, seat.folder, decisions)
+            self.leading = LeadingFront(requests, seat.board, seat.kept, decisions)
             moves.all_follow = self.leading.all_follow
             self._watch = watch_fronts(seat.board, events.note)
         else:
             assert adapters is not None, "this front follows"
             self.following = FollowingFront(
                 seat.board,
-                seat.folder,
+                seat.kept,
                 ranks=ranks,
                 router=router,
                 requests=requests,
@@ -126,6 +130,15 @@ class FrontOfSeveral:
         """
         assert self._forwarding is not None, "the application is built first"
         return await self._forwarding.ask(LEADER, request)
+
+    async def wait_until_copied(self) -> None:
+        """Wait until the standby has the files of this front, which the leading one copies. Waits as long as that one would."""
+        try:
+            async with asyncio.timeout(COPY_TIMEOUT_S):
+                response = await self.ask_leader(httpx.Request("GET", f"http://localhost{_COPIED}"))
+                await response.aclose()
+        except (httpx.HTTPError, TimeoutError):
+            _LOG.warning("the leading front does not answer whether the standby has written its copies")
 
     def forwarding(self, app: ASGIApp) -> ASGIApp:
         """Wrap an application: requests of clients that another front must answer are passed on."""
@@ -185,10 +198,19 @@ class FrontOfSeveral:
             await self._forwarding.close()
 
 
-def inner_app(app: ASGIApp) -> ASGIApp:
-    """Return the application for requests that other fronts pass on."""
+def inner_app(app: ASGIApp, wait_until_copied: Callable[[], Awaitable[None]] | None) -> ASGIApp:
+    """Return the application for requests that other fronts pass on.
+
+    Args:
+        wait_until_copied: As of `KeptFiles`; None if this front copies no files.
+    """
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope.get("path") == _COPIED:
+            if wait_until_copied is not None:
+                await wait_until_copied()
+            await Response()(scope, receive, send)
+            return
         scope[_INNER] = True
         await app(scope, receive, send)
 

@@ -163,10 +163,15 @@ def _serve(options: Options, place: Place, environment: Mapping[str, str]) -> No
     gc.freeze()
     try:
         stream = front_stream(
-            built, config, front, environment, pool=pool, num_ranks=place.world_size, cluster_key=key
+            built,
+            config,
+            front,
+            environment,
+            pool=pool,
+            num_ranks=place.world_size,
+            cluster_key=key,
+            standby=None if standby is None else StandbyFront(standby, jobs.move),
         )
-        if standby is not None:
-            stream.standby = StandbyFront(standby, jobs.move)
         _walk(built, config, front, supervisor, stream, num_restarts)
     finally:
         built.engine.close()

@@ -86,6 +86,7 @@ class FrontStream:
         pool: Pool,
         num_ranks: int,
         cluster_key: bytes | None = None,
+        standby: StandbyFront | None = None,
         leads: bool = True,
     ) -> None:
         """Prepare the link; `link.open` attaches.
@@ -94,10 +95,11 @@ class FrontStream:
             front: The front's addresses and its token.
             pool: This rank's pool. `num_ranks`: Number of ranks of all pools.
             environment: The environment from the supervisor, with the number of restarts.
+            standby: The front that takes over if the node of this one is lost.
             leads: Whether this front orders epochs and memory. Of several fronts, one does.
         """
         self._built, self._config, self._front, self._cluster_key = built, config, front, cluster_key
-        self.standby: StandbyFront | None = None  # until it has taken over
+        self.standby, self._leads = standby, leads  # the former until it has taken over
         self._epoch = self._sent_bytes = 0
         self._home = None if num_restarts_of(environment) else built.relocation.placement
         self._lock = threading.Lock()  # between the step loop's thread and the link's
@@ -306,7 +308,8 @@ class FrontStream:
             self.link.on_welcome = standby.on_taken_over
             self.link.open(min(left_s, _STANDBY_S))
             self._front, self.standby = standby.addresses, None
-            say(f"rank {self._facts.rank}: the standby has taken over", error=True)
+            if self._leads:
+                say(f"rank {self._facts.rank}: the standby has taken over", error=True)
             return
         self.link = self._make_link(facts)
         self.link.open(min(left_s, _FIRST_S))

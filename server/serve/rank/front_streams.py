@@ -15,7 +15,7 @@ from scheduler.assembly import Assembled
 from scheduler.policy.config import EngineConfig
 from scheduler.policy.request import RankStats, RequestOutput
 from server.serve.child_messages import ranks_addresses
-from server.serve.rank.front_stream import FrontStream
+from server.serve.rank.front_stream import FrontStream, StandbyFront
 
 STATS_S = 0.02
 
@@ -61,15 +61,22 @@ class SeveralFronts(FrontStream):
         config: EngineConfig,
         front: dict[str, str],
         environment: Mapping[str, str],
+        *,
+        standby: StandbyFront | None = None,
         **how: Any,
     ) -> None:
-        """Prepare the links; `attach` attaches. Arguments as for `FrontStream`."""
-        super().__init__(built, config, front, environment, **how)
+        """Prepare the links; `attach` attaches. Arguments as for `FrontStream`. The standby has as many fronts."""
+        super().__init__(built, config, front, environment, standby=standby, **how)
         self._owners: dict[str, FrontStream] = {}  # of the others' open requests
         self._sent_s: dict[FrontStream, float] = {}  # time.monotonic() of the last statistics
+        addresses = _others_of(front)
+        standbys: list[StandbyFront | None] = [None] * len(addresses)
+        if standby is not None:
+            # The leading front's stream moves this rank to the standby's store.
+            standbys = [StandbyFront(each, lambda: None) for each in _others_of(standby.addresses)]
         self._others = [
-            OtherFront(self._owners, built, config, {**front, "ranks_address": address}, environment, **how)
-            for address in ranks_addresses(front)[1:]
+            OtherFront(self._owners, built, config, each, environment, standby=beside, **how)
+            for each, beside in zip(addresses, standbys, strict=True)
         ]
 
     def attach(self, timeout_s: float, *, is_restart: bool = False) -> None:
@@ -92,6 +99,11 @@ class SeveralFronts(FrontStream):
         for each in self._others:
             each.close(reason)
         super().close(reason)
+
+
+def _others_of(front: Mapping[str, str]) -> list[dict[str, str]]:
+    """Return the addresses of each other front, in the form of the leading one's."""
+    return [{**front, "ranks_address": address} for address in ranks_addresses(front)[1:]]
 
 
 def front_stream(

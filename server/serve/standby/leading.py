@@ -1,9 +1,10 @@
 """The leading front's part in a service with a standby: it copies the folder that outlives it to the standby's front.
 
-The folder has everything that a front which replaces a killed one needs (`kept_answers`, `left_runs`, files and batches). The ranks keep
-the rest. So the standby's front starts as such a replacement, from the copies. The kernel reports the changes of the folder;
-whole files are sent, and of long ones only the bytes that were appended. An answer with the id of a later result (a background
-response, a batch, a file) is sent to its client when the standby has the files behind it.
+The folder has everything that a front which replaces a killed one needs (`kept_answers`, `left_runs`, files and batches), and the
+same of every other front of this node. The ranks keep the rest. So the standby's front starts as such a replacement, from the
+copies. The kernel reports the changes of the folder; whole files are sent, and of long ones only the bytes that were appended. An
+answer with the id of a later result (a background response, a batch, a file) is sent to its client when the standby has the files
+behind it.
 Rejected: sending the tokens of open requests, which would cost a message per step. A request that runs again draws the same tokens.
 """
 
@@ -11,13 +12,14 @@ import asyncio
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server.front.several.seat import FOLDER
 from server.http.errors import route_path
 from server.link.messages import Copied, FileGone, FilePart, ServiceEnds
 from server.link.ranks import StandbyStream
@@ -25,7 +27,8 @@ from server.link.seal import SealError
 from server.machine.folder_watch import FolderWatch, status_of
 from server.machine.whole_files import replace_text
 
-LEFT_OUT = frozenset({"weights"})  # uploaded weights: too large, and the ranks have them
+# Uploaded weights are too large, and the ranks have them. What the fronts of one node share is of no use on another node.
+LEFT_OUT = frozenset({"weights", FOLDER})
 COPY_TIMEOUT_S = 2.0  # for the standby to write files; after that, answers do not wait for it
 _NEAR = "ranks.json"
 _PART_BYTES = 1 << 19
@@ -226,9 +229,9 @@ class KeptFiles:
 class CopiedFirst:
     """Holds back answers with the ids of later results until the standby has the files behind them."""
 
-    def __init__(self, app: ASGIApp, files: KeptFiles) -> None:
+    def __init__(self, app: ASGIApp, wait_until_copied: Callable[[], Awaitable[None]]) -> None:
         """Wrap an application."""
-        self._app, self._files = app, files
+        self._app, self._wait_until_copied = app, wait_until_copied
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on, and hold back the beginning of such an answer."""
@@ -238,7 +241,7 @@ class CopiedFirst:
 
         async def send_later(message: Message) -> None:
             if message["type"] == "http.response.start":
-                await self._files.wait_until_copied()
+                await self._wait_until_copied()
             await send(message)
 
         await self._app(scope, receive, send_later if promises else send)

@@ -1,4 +1,7 @@
-"""The life of the standby's front: it follows the leading front until that one's node is lost, and then leads."""
+"""The life of the standby's front: it follows the leading front until that one's node is lost, and then leads.
+
+Of several fronts of the standby, the first one follows and leads. The others wait until it leads.
+"""
 
 import asyncio
 import logging
@@ -62,6 +65,16 @@ async def wait_until_lost(
     note_taken_over(folder)
     _LOG.warning("the node of the leading front is lost (%s): this front takes over", why)
     return first
+
+
+async def wait_for_leading(folder: Path, *, now: asyncio.Event) -> FirstFront | None:
+    """Wait until the standby's first front has taken over, as one of its others. The arguments and results are those of
+    `wait_until_lost`."""
+    while not has_taken_over(folder):
+        if now.is_set():
+            return None
+        await asyncio.sleep(RETRY_S)
+    return find_first(folder)
 
 
 async def keep_ending(first: FirstFront, cluster_key: bytes | None, on_ended: Callable[[], None]) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from scheduler.step.groups import StoreDoorbell
+from server.serve.child_messages import ranks_addresses
 from server.serve.store.claim import publish_service
 from server.serve.store.meeting import Endpoint
 from server.serve.store.moving_store import MovingStore, StoreAddress, connect, open_store
@@ -38,7 +39,7 @@ class _MovingDoorbell(StoreDoorbell):
 
 
 class NoStandbyError(RuntimeError):
-    """No node of the service has the address of --standby."""
+    """No node of the service can be the standby of --standby."""
 
 
 class JobStore:
@@ -82,9 +83,18 @@ class JobStore:
 
         Args:
             bound: As announced by the standby's front. Its token is replaced by that of the leading front.
+
+        Raises:
+            NoStandbyError: The two nodes have different numbers of fronts.
         """
         assert self.standby is not None, "the supervisor knows it"
         first: dict[str, str] = json.loads(store.get(FRONT_KEY))
+        here, first_count = (len(ranks_addresses(each)) for each in (bound, first))
+        if here != first_count:
+            raise NoStandbyError(
+                f"--api-server-count is {here} on this node, which is the standby, and {first_count} on the node of "
+                "--rdzv-endpoint; use the same flags on all nodes"
+            )
         front = {**bound, "token": first["token"]}
         there = self._open(StoreAddress(self.standby))
         PrefixStore(self._prefix, there).set(FRONT_KEY, json.dumps(front))

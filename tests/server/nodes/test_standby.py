@@ -33,21 +33,23 @@ ANSWER_S = 120.0
 TEXT = {"model": "tiny", "max_tokens": 200, "ignore_eos": True}
 
 
-def worker(directory: Path) -> list[str]:
+def worker(directory: Path, num_fronts: int) -> list[str]:
     """Return the worker command that torchrun runs."""
     return [
         *("--no-python", str(directory / "wideep"), "worker", str(directory / "tiny"), "--host", "0.0.0.0"),
         *("--kv-cache-memory", "16M", "--all2all-backend", "gloo", "--standby", SECOND),
+        *("--api-server-count", str(num_fronts)),
     ]
 
 
-def torchruns(namespaces: Sequence[str], directory: Path) -> list[list[str]]:
+def torchruns(namespaces: Sequence[str], directory: Path, num_fronts: int) -> list[list[str]]:
     """Return the torchrun command of each node."""
     return [
         [
             *("ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run"),
             *(f"--nnodes={len(namespaces)}", "--nproc-per-node=1", "--rdzv-backend=wideep"),
-            *(f"--local-addr=10.213.7.{node + 1}", f"--rdzv-endpoint={ENDPOINT}", *worker(directory)),
+            *(f"--local-addr=10.213.7.{node + 1}", f"--rdzv-endpoint={ENDPOINT}"),
+            *worker(directory, num_fronts),
         ]
         for node, name in enumerate(namespaces)
     ]
@@ -69,11 +71,11 @@ class Nodes(NamedTuple):
 
 
 @contextlib.contextmanager
-def serving(directory: Path, num_nodes: int) -> Iterator[Nodes]:
-    """Run a service with a standby in namespaces."""
+def serving(directory: Path, num_nodes: int, num_fronts: int) -> Iterator[Nodes]:
+    """Run a service with a standby in namespaces. Only the nodes of the endpoint and the standby have fronts."""
     write_files(directory)
     with made_namespaces(num_nodes) as names:
-        commands = torchruns(names, directory)
+        commands = torchruns(names, directory, num_fronts)
         with RealService(PORT, commands, directory / "output.txt") as service:
             nodes = Nodes(names, service)
 
@@ -172,7 +174,7 @@ def recovery_s(nodes: Nodes, how: str, clients: ThreadPoolExecutor) -> list[floa
 
 
 @contextlib.contextmanager
-def rejoining(nodes: Nodes, directory: Path) -> Iterator[Path]:
+def rejoining(nodes: Nodes, directory: Path, num_fronts: int) -> Iterator[Path]:
     """Run a separate torchrun on the lost node, which joins at the standby's store. Yields its output."""
     command = [
         *(
@@ -191,7 +193,7 @@ def rejoining(nodes: Nodes, directory: Path) -> Iterator[Path]:
             "--rdzv-endpoint=localhost:0",
             "--local-addr=localhost",
         ),
-        *(*worker(directory), "--join", f"{SECOND}:{STANDBY_PORT}"),
+        *(*worker(directory, num_fronts), "--join", f"{SECOND}:{STANDBY_PORT}"),
     ]
     output = directory / "joined.txt"
     with running_command(command, output, end_s=END_S):
@@ -199,11 +201,21 @@ def rejoining(nodes: Nodes, directory: Path) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["killed", "without torchrun", "cut off"])
-def test_the_standby_serves_when_the_node_with_the_store_is_lost(tmp_path: Path, how: str) -> None:
-    with serving(tmp_path, 2) as nodes, threads_inside(nodes.names[STANDBY], NUM_CLIENTS) as clients:
+@pytest.mark.parametrize(
+    ("how", "num_fronts"),
+    [("killed", 1), ("killed", 2), ("without torchrun", 2), ("cut off", 1), ("cut off", 2)],
+)
+def test_the_standby_serves_when_the_node_with_the_store_is_lost(
+    tmp_path: Path, how: str, num_fronts: int
+) -> None:
+    with (
+        serving(tmp_path, 2, num_fronts) as nodes,
+        threads_inside(nodes.names[STANDBY], NUM_CLIENTS) as clients,
+    ):
         figures = recovery_s(nodes, how, clients)
-        print(f"standby: {how}: noticed after {figures[0]:.2f} s, served {figures[1]:.2f} s later")
+        print(
+            f"standby: {how}, {num_fronts} fronts: noticed after {figures[0]:.2f} s, served {figures[1]:.2f} s later"
+        )
         assert figures[0] < NOTICE_S
         assert figures[1] < RECOVERY_S
         assert len(nodes.members(STANDBY)) == 1
@@ -212,7 +224,7 @@ def test_the_standby_serves_when_the_node_with_the_store_is_lost(tmp_path: Path,
             set_link(nodes.names[HEAD], "up")
             assert nodes.service.processes[HEAD].wait(END_S) != 0
             assert nodes.said("this node was cut off, and the standby has taken over")
-        with rejoining(nodes, tmp_path) as output:
+        with rejoining(nodes, tmp_path, num_fronts) as output:
             said = lambda: nodes.service.output() + output.read_text()  # noqa: E731
             wait_until(lambda: nodes.members(STANDBY) == [0, 1], said, within_s=START_S)
         assert nodes.service.processes[STANDBY].poll() is None
@@ -220,7 +232,10 @@ def test_the_standby_serves_when_the_node_with_the_store_is_lost(tmp_path: Path,
 
 @pytest.mark.slow
 def test_a_third_node_and_its_restarted_engine_stay_in_the_service(tmp_path: Path) -> None:
-    with serving(tmp_path, 3) as nodes, threads_inside(nodes.names[STANDBY], NUM_CLIENTS) as clients:
+    with (
+        serving(tmp_path, 3, num_fronts=2) as nodes,
+        threads_inside(nodes.names[STANDBY], NUM_CLIENTS) as clients,
+    ):
         recovery_s(nodes, "killed", clients)
         wait_until(lambda: len(nodes.members(STANDBY)) == 2, nodes.service.output)
         victim = engine_of(nodes.service, nodes.names[OTHER])
@@ -232,7 +247,7 @@ def test_a_third_node_and_its_restarted_engine_stay_in_the_service(tmp_path: Pat
 
 @pytest.mark.slow
 def test_an_orderly_end_of_the_first_node_ends_the_service(tmp_path: Path) -> None:
-    with serving(tmp_path, 2) as nodes:
+    with serving(tmp_path, 2, num_fronts=2) as nodes:
         nodes.service.processes[HEAD].terminate()
         assert nodes.service.processes[STANDBY].wait(END_S) == 0, nodes.service.output()
         assert not nodes.said("takes over")

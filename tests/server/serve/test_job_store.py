@@ -126,6 +126,16 @@ def test_all_ranks_find_both_fronts_and_a_node_that_joins_finds_the_standbys(key
     assert jobs[0].find_standby(jobs[0].open(), is_start=False) is None, "it has taken over"
 
 
+def test_nodes_with_different_numbers_of_fronts_are_refused() -> None:
+    (_first, endpoint), (_second, there) = hosted(), hosted()
+    jobs = JobStore(place(endpoint), {}, None, standby=str(there), recovery_s=WAIT_S)
+    jobs.publish(FRONT, jobs.open())
+    with pytest.raises(
+        NoStandbyError, match="--api-server-count is 2 on this node, which is the standby, and 1 on"
+    ):
+        jobs.publish_standby({**BOUND, "others": "b:2"}, jobs.open())
+
+
 def test_an_engine_that_starts_later_uses_the_store_that_has_a_front() -> None:
     (first, endpoint), (_second, there) = hosted(), hosted()
     jobs = [JobStore(place(endpoint), {}, None, standby=str(there), recovery_s=WAIT_S) for _ in range(2)]

@@ -9,6 +9,7 @@ import pytest
 
 from server.serve.child_messages import FrontAddresses, announcement, ranks_addresses
 from server.serve.children import END_NOW_SIGNAL
+from server.serve.preflight.unix_socket import listening_at
 from tests.server.serve.test_worker import PROMISED_S, model, place, start_worker
 from tests.support.service.service_processes import Service, wait_until
 
@@ -46,6 +47,31 @@ def test_the_engine_starts_when_all_fronts_are_bound_to_one_port(model: Path) ->
         service.process.send_signal(signal.SIGINT)
         assert service.end()[0] == 0
         assert [ended_by(service, name) for name in NAMES] == [END_NOW_SIGNAL.name] * 3
+
+
+def test_several_fronts_inherit_one_unix_socket(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "w.sock"
+    with start_worker(model, place(), "--api-server-count=2", f"--uds={path}") as service:
+        service.wait_for_output("serving on")
+        sockets = {
+            os.readlink(f"/proc/{front['pid']}/fd/{front['env']['WIDEEP_LISTENER_FD']}")
+            for front in map(service.facts, NAMES[:2])
+        }
+        assert len(sockets) == 1 and sockets.pop().startswith("socket:")
+        service.process.send_signal(signal.SIGINT)
+        assert service.end()[0] == 0
+    assert not path.exists()
+
+
+def test_a_unix_socket_that_cannot_be_bound_ends_the_start_with_a_message(
+    model: Path, tmp_path: Path
+) -> None:
+    with (
+        listening_at(path := str(tmp_path / "w.sock")),
+        start_worker(model, place(), "--api-server-count=2", f"--uds={path}") as service,
+    ):
+        assert service.end()[0] == 1
+        assert f"--uds is {path}, which another program listens on; choose another path" in service.output()
 
 
 @pytest.mark.parametrize("name", NAMES[:2])

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 import wideep
+from server.serve.children import LISTENER_VARIABLE
 from server.serve.front import front_main
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -38,13 +39,15 @@ class ForkedFront:
         stdout_fd: int,
         cwd: Path,
         environment: Mapping[str, str],
+        listener: socket.socket | None = None,
     ) -> None:
-        """Start a front that writes its addresses to `ready_fd`."""
+        """Start a front that writes its addresses to `ready_fd`. `listener`: as it gets from its supervisor."""
         read_fd, stderr_fd = os.pipe()
         self.stderr: IO[str] = os.fdopen(read_fd)
         self._answers, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         order = {"flags": list(flags), "cwd": str(cwd), "environment": dict(environment)}
         fds = [ready_fd, stdout_fd, stderr_fd, theirs.fileno()]
+        fds += [] if listener is None else [listener.fileno()]
         socket.send_fds(_orders(), [json.dumps(order).encode()], fds)
         os.close(stderr_fd)
         theirs.close()
@@ -116,15 +119,14 @@ def _serve(orders: socket.socket) -> tuple[_Order, list[int]] | None:
                     _send(answers, os.waitstatus_to_exitcode(status))
                     answers.close()
                     continue
-                content, fds, _, _ = socket.recv_fds(orders, _ORDER_BYTES, 4)
+                content, fds, _, _ = socket.recv_fds(orders, _ORDER_BYTES, 5)
                 if not content:
                     return None
                 if (pid := os.fork()) == 0:
                     return _Order(**json.loads(content)), fds
-                *others, answers_fd = fds
-                for fd in others:
+                answers = socket.socket(fileno=fds.pop(3))
+                for fd in fds:
                     os.close(fd)
-                answers = socket.socket(fileno=answers_fd)
                 _send(answers, pid)
                 selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, answers))
 
@@ -136,16 +138,18 @@ def _send(answers: socket.socket, number: int) -> None:
 
 def _run(order: _Order, fds: list[int]) -> int:
     """Run a front in the process that was forked for it. Return its exit status."""
-    ready_fd, stdout_fd, stderr_fd, _ = fds
+    ready_fd, stdout_fd, stderr_fd, _, *listening = fds
     os.dup2(stdout_fd, 1)
     os.dup2(stderr_fd, 2)
     for fd in map(int, os.listdir("/proc/self/fd")):
-        if fd > 2 and fd != ready_fd:
+        if fd > 2 and fd not in (ready_fd, *listening):
             with contextlib.suppress(OSError):  # that of the list itself
                 os.close(fd)
     os.chdir(order.cwd)
     os.environ.clear()
     os.environ.update(order.environment)
+    for fd in listening:
+        os.environ[LISTENER_VARIABLE] = str(fd)
     random.seed()
     sys.argv = ["wideep", "front", *order.flags, "--ready-fd", str(ready_fd)]
     return wideep.main()

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,6 +44,7 @@ class FrontProcess:
         max_len: int = MAX_LEN,
         log: Path | None = None,
         environment: Mapping[str, str] | None = None,
+        listener: socket.socket | None = None,
         **how: Any,
     ) -> None:
         """Start the front. Its standard output goes to `log` if given. `how` configures its ranks (`FakeRank`)."""
@@ -63,6 +65,7 @@ class FrontProcess:
                 stdout_fd=out_fd,
                 cwd=model,
                 environment={**os.environ, **(environment or {})},
+                listener=listener,
             )
         os.close(write_fd)
         with os.fdopen(read_fd) as ready:

@@ -13,6 +13,8 @@ from server.front.errors import ApiError
 from server.front.generations import Asker
 from server.front.routing.prefixes import PREFIX_CHUNK_TOKENS
 from server.front.several.board import Board, Cell
+from server.http.wire.connections import ConnectionBound
+from tests.server.http.wire.test_connections import entered
 from tests.support.requests.desk import Desk
 
 
@@ -84,6 +86,31 @@ def test_keys_are_counted_over_all_fronts(tmp_path: Path) -> None:
     assert (first.num_keys("a"), first.num_keys("c")) == (2, 3)
     second.count_choice("b", -1)
     assert (first.num_open, first.num_keys("a")) == (2, 1)
+
+
+def test_connections_of_an_address_are_counted_over_all_fronts(tmp_path: Path) -> None:
+    first, second = boards(tmp_path)
+    bounds = [ConnectionBound(8, 3, shared=board) for board in (first, second)]
+    kept = [entered(bounds[number], "10.0.0.1", 1)[0] for number in (0, 1, 1)]
+    assert not any(each.is_closed for each in kept)
+    bounds[0].work(kept[0])
+    (refused,) = entered(bounds[0], "10.0.0.1", 1)
+    assert refused.is_closed and not any(each.is_closed for each in kept), "the idle ones are another front's"
+    (late,) = entered(bounds[1], "10.0.0.1", 1)
+    assert not late.is_closed and kept[1].is_closed and first.num_connections_of("10.0.0.1") == 3
+    assert not entered(bounds[0], "10.0.0.2", 1)[0].is_closed
+    assert not any(each.is_closed for each in entered(bounds[0], "127.0.0.1", 4)), "loopback is exempt"
+    second.begin()  # the replacement of a killed front
+    assert not entered(bounds[0], "10.0.0.1", 1)[0].is_closed and first.num_connections_of("10.0.0.1") == 2
+
+
+def test_an_address_may_have_half_of_all_fronts_connections_by_default(tmp_path: Path) -> None:
+    bounds = [ConnectionBound(4, shared=board) for board in boards(tmp_path)]
+    for bound in bounds:
+        for each in entered(bound, "10.0.0.1", 2):
+            bound.work(each)
+            assert not each.is_closed
+    assert all(entered(bound, "10.0.0.1", 1)[0].is_closed for bound in bounds)
 
 
 def test_a_replacement_clears_the_row_and_reports_the_choices_that_were_cut_off(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_gauges_of_ranks_are_the_leading_fronts_and_those_of_fronts_are_sums() -
 
 def test_what_a_killed_front_counted_stays_and_a_silent_one_counts_as_before(tmp_path: Path) -> None:
     board, other = boards(tmp_path)
-    seat = Seat(0, 2, tmp_path, board, 0, 0)
+    seat = Seat(0, 2, tmp_path, tmp_path, board, 0, 0)
     tokens = 'vllm:generation_tokens_total{engine="1",model_name="m"}'
     answers: list[bytes | Exception] = []
 
@@ -111,7 +111,7 @@ def test_a_full_disk_spoils_no_scrape(tmp_path: Path, monkeypatch: pytest.Monkey
         return texts.pop(0)
 
     def scrape() -> float:
-        metrics = ServiceMetrics(counted(0, 100).text, Seat(0, 2, tmp_path, board, 0, 0), fetch)
+        metrics = ServiceMetrics(counted(0, 100).text, Seat(0, 2, tmp_path, tmp_path, board, 0, 0), fetch)
         return value_of(asyncio.run(metrics.text()).decode(), tokens)
 
     def fail(_path: Path, _text: str) -> None:

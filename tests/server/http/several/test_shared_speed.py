@@ -20,7 +20,7 @@ def test_the_leading_front_shows_the_requests_of_all_as_if_they_were_its_own(tmp
     figures = [Throughput(clock=clock, calendar=clock) for _ in range(3)]
     leading, other, alone = figures
     shared = [
-        SharedSpeed(each, Seat(board.number, 2, tmp_path, board, 0, 0))
+        SharedSpeed(each, Seat(board.number, 2, tmp_path, tmp_path, board, 0, 0))
         for each, board in zip(figures, boards(tmp_path), strict=False)
     ]
     for period in range(4):
@@ -52,7 +52,7 @@ def test_a_full_disk_only_leaves_out_periods(tmp_path: Path, monkeypatch: pytest
     clock = Clock()
     leading, other = (Throughput(clock=clock, calendar=clock) for _ in range(2))
     taking, giving = (
-        SharedSpeed(each, Seat(board.number, 2, tmp_path, board, 0, 0))
+        SharedSpeed(each, Seat(board.number, 2, tmp_path, tmp_path, board, 0, 0))
         for each, board in zip((leading, other), boards(tmp_path), strict=True)
     )
     for is_full in (True, False):
@@ -71,7 +71,7 @@ def test_a_replacement_starts_to_count_from_its_first_period(tmp_path: Path) -> 
     clock = Clock()
     leading, other = (Throughput(clock=clock, calendar=clock) for _ in range(2))
     first, second = boards(tmp_path)
-    taking = SharedSpeed(leading, Seat(0, 2, tmp_path, first, 0, 0))
+    taking = SharedSpeed(leading, Seat(0, 2, tmp_path, tmp_path, first, 0, 0))
 
     def work(giving: SharedSpeed, throughput: Throughput, num_tokens: int) -> None:
         throughput.note_tokens(num_tokens, {})
@@ -79,14 +79,14 @@ def test_a_replacement_starts_to_count_from_its_first_period(tmp_path: Path) -> 
         throughput.tick(logs=False)
         giving.exchange()
 
-    giving = SharedSpeed(other, Seat(1, 2, tmp_path, second, 0, 0))
+    giving = SharedSpeed(other, Seat(1, 2, tmp_path, tmp_path, second, 0, 0))
     for _ in range(3):
         work(giving, other, 1)
         taking.exchange()
     second.begin()
     second._own[0] = 1  # another process
     fresh = Throughput(clock=clock, calendar=clock)
-    work(SharedSpeed(fresh, Seat(1, 2, tmp_path, second, 0, 0)), fresh, 10)
+    work(SharedSpeed(fresh, Seat(1, 2, tmp_path, tmp_path, second, 0, 0)), fresh, 10)
     taking.exchange()
     taking.exchange()
     assert leading._now.output_tokens == 13

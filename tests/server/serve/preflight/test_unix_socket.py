@@ -1,6 +1,9 @@
 """HTTP on a Unix domain socket: a real front, and obstacles at the path."""
 
 import asyncio
+import contextlib
+import os
+import signal
 import socket
 from pathlib import Path
 
@@ -10,11 +13,13 @@ import pytest
 from server.api.openai.batches.bulk_client import BulkClient
 from server.http.client import ServiceClient, ServiceError
 from server.options.flag import OptionsError
+from server.serve.child_messages import FrontAddresses, announcement
 from server.serve.greeting import greeting
 from server.serve.preflight.probe import is_healthy
 from server.serve.preflight.unix_socket import check_path, listening_at
 from tests.support.models.tiny_tokenizer import write_tokenizer
 from tests.support.service.front_process import TIMEOUT_S, FrontProcess
+from tests.support.service.service_processes import wait_until
 from tests.support.service.starts import options_for
 
 
@@ -38,6 +43,37 @@ def test_a_front_answers_on_the_socket_alone_and_leaves_no_file(tmp_path: Path) 
         pytest.raises(ServiceError, match=f"no service answers at unix:{path}"),
     ):
         connection.get_json("/v1/models")
+
+
+def test_several_fronts_answer_on_one_socket_and_one_of_them_suffices(tmp_path: Path) -> None:
+    path, model = tmp_path / "w.sock", write_tokenizer(tmp_path / "model")
+    flags = (f"--uds={path}", "--api-server-count=2", "--served-model-name=m")
+    environment = {"WIDEEP_KEPT": str(tmp_path)}
+    with listening_at(str(path)) as listener, contextlib.ExitStack() as closing:
+        fronts: list[FrontProcess] = []
+        for number in range(2):
+            fronts.append(
+                FrontProcess(
+                    model, *flags, f"--front-number={number}", environment=environment, listener=listener
+                )
+            )
+            closing.callback(fronts[-1].close)
+            said = FrontAddresses(fronts[0].url, fronts[0].ranks_address, fronts[0].token)
+            environment |= {"WIDEEP_FRONT": announcement([said])}
+        for front in fronts:
+            front.script("f-say", "one two")
+            for rank in range(2):
+                front.attach(rank)
+
+        def answer() -> httpx.Response:
+            with httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), timeout=TIMEOUT_S) as client:
+                body = {"model": "m", "prompt": "f-say", "max_tokens": 8}
+                return client.post("http://localhost/v1/completions", json=body)
+
+        wait_until(lambda: answer().status_code == 200, lambda: "no front answers")
+        os.kill(fronts[0].process.pid, signal.SIGKILL)
+        fronts[0].wait()
+        assert [answer().json()["choices"][0]["text"] for _ in range(4)] == ["one two"] * 4
 
 
 def test_health_is_asked_over_the_socket(tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ import pytest
 
 from scheduler.policy.config import EngineConfig
 from scheduler.policy.request import FinishReason, RequestOutput
+from server.link.rank_link import LinkError
 from server.options.pools import single_pool
 from server.serve.rank import front_stream, front_streams
-from server.serve.rank.front_stream import FrontStream
+from server.serve.rank.front_stream import FrontStream, StandbyFront
 from server.serve.rank.front_streams import STATS_S, SeveralFronts
 from server.serve.rank.front_streams import front_stream as connect
 from tests.server.serve.rank.test_front_stream import BROKEN, HOME, EndedError, submit
@@ -127,6 +128,28 @@ def test_a_killed_front_ends_its_own_requests_only(streams: list[Any]) -> None:
     leading.send([output("a"), output("b", ends=True), output("c", ends=True)], WORKS)
     assert second.link.outputs() == [[]] and leading.link.outputs() == [["a"]]
     assert not leading._owners and not second._cut_off
+
+
+def test_a_rank_attaches_to_every_front_of_the_standby_and_the_leading_one_moves_its_store(
+    monkeypatch: pytest.MonkeyPatch, streams: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[str] = []
+    there = {"ranks_address": "b:1", "token": "t", "others": "b:2 b:3"}
+    standby = StandbyFront(there, lambda: calls.append("moved"))
+    stream = connect(built(), config(), FRONT, {}, pool=single_pool(3)[0], num_ranks=3, standby=standby)
+    stream.attach(1.0)
+
+    def reach(address: str, _timeout_s: float) -> None:
+        if not address.startswith("b:"):
+            raise LinkError(address)
+
+    monkeypatch.setattr(front_stream, "reach", reach)
+    for each in [stream, *stream._others]:
+        each.receive(BROKEN)
+        each.link.on_welcome()
+    assert [each.link.address for each in [stream, *stream._others]] == ["b:1", "b:2", "b:3"]
+    assert calls == ["moved"]
+    assert capsys.readouterr().err.count("the standby has taken over") == 1
 
 
 def test_only_the_leading_front_learns_of_memory_orders_and_reports(streams: list[Any]) -> None:

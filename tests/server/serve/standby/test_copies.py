@@ -387,9 +387,8 @@ async def test_only_answers_that_promise_something_wait_for_the_copies(
 ) -> None:
     calls: list[str] = []
 
-    class Files:
-        async def wait_until_copied(self) -> None:
-            calls.append("copied")
+    async def wait_until_copied() -> None:
+        calls.append("copied")
 
     async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200})
@@ -399,7 +398,6 @@ async def test_only_answers_that_promise_something_wait_for_the_copies(
         calls.append(message["type"])
 
     receive: Callable[[], Awaitable[Message]] = asyncio.Queue[Message]().get
-    files: Any = Files()
-    await CopiedFirst(app, files)({"type": "http", "method": method, "path": path}, receive, send)
+    await CopiedFirst(app, wait_until_copied)({"type": "http", "method": method, "path": path}, receive, send)
     expected = ["copied"] if waits else []
     assert calls == [*expected, "http.response.start", "http.response.body"]
