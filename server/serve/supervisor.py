@@ -6,10 +6,8 @@ signals, the pidfds of its parent and children, and the pipes on which the child
 An engine that fails after it has served is restarted, up to a budget; then the service continues without this rank. If an
 engine fails before serving, the service ends: the cause (a flag, too little memory) would remain. A front that is killed
 after ranks have served is restarted with the same ports and token. The service ends if a front exits by itself, or if an
-engine exits with status 0, which only the front requests. `restarts` makes these decisions. Of several fronts
-(`--api-server-count`), the first one leads. The others start when it has bound its port, and the engine when all are bound. They
-inherit the socket of `--uds` from here, because its path can be bound only once. The front
-of a standby (`--standby`) starts like the leading one, and follows that one until its node is lost.
+engine exits with status 0, which only the front requests. `restarts` makes these decisions. The engine starts when all fronts
+(`front_processes`) are bound.
 
 Each engine leaves a waiting copy of itself (`spare`) that replaces it, because importing torch again takes seconds.
 
@@ -17,12 +15,9 @@ If a supervisor is killed, its children end with it. If the launcher restarts th
 from a file and starts its children as after a restart. `child_messages` defines the state and the protocol with the children.
 """
 
-import contextlib
 import os
 import selectors
 import signal
-import socket
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -46,17 +41,12 @@ from server.serve.child_messages import (
     Ready,
     ServiceUrl,
     SupervisorState,
-    announcement,
 )
 from server.serve.children import (
     DRAIN_SIGNAL,
     END_NOW_SIGNAL,
-    FRONT_VARIABLE,
-    KEPT_VARIABLE,
-    LISTENER_VARIABLE,
     PARENT_END_SIGNAL,
     READY_VARIABLE,
-    STANDBY_VARIABLE,
     SUPERVISOR_STATE_VARIABLE,
     Child,
     StopSignals,
@@ -68,9 +58,8 @@ from server.serve.children import (
     stop_children,
 )
 from server.serve.error_file import ERROR_FILE, LAST, write_absence, write_failure
-from server.serve.preflight.unix_socket import listening_at
+from server.serve.front_processes import FrontProcesses
 from server.serve.rank.spare import SPARE_VARIABLE, Spare, StartOrder
-from server.serve.rank_processes import LAUNCHER_VARIABLE
 from server.serve.restarts import Next, RestartPolicy
 from server.serve.store.rendezvous import RESTARTS_VARIABLE, Place
 from server.serve.watchdog import Watchdog
@@ -108,14 +97,8 @@ class Supervisor:
             "GRPC_VERBOSITY": environment.get("GRPC_VERBOSITY", "NONE"),
         }
         self._selector = selectors.DefaultSelector()
-        self._fronts: dict[int, Child] = {}  # by number
-        self._addresses: dict[int, FrontAddresses] = {}  # of fronts, until all are bound
         self._engine: Child | None = None
         self._spare: Spare | None = None  # of the current engine
-        self._front_host, self._is_standby = "", False
-        self._listener: socket.socket | None = None  # of several fronts on a Unix socket
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._announced = ""  # the fronts' addresses, as JSON
         self._policy = RestartPolicy(
             max_restarts=options.max_rank_restarts, num_fronts=options.api_server_count
         )
@@ -127,6 +110,13 @@ class Supervisor:
         self._why_killed: str | None = None  # why we killed the current engine
         path = environment.get(SUPERVISOR_STATE_VARIABLE)
         self._state_path = Path(path) if path else None
+        self._fronts = FrontProcesses(
+            options,
+            num_ranks=place.world_size,
+            environment=environment,
+            start=partial(self._start, commands.front, stop_signal=END_NOW_SIGNAL),
+            kept=None if self._state_path is None else self._state_path.with_name("kept"),
+        )
         if self._state_path is not None and self._state_path.exists():
             self._take_over(SupervisorState.read(self._state_path))
 
@@ -137,7 +127,7 @@ class Supervisor:
         self._policy.has_served = True
         if self._place.world_size == 1:  # no other rank has state for a new front: start from scratch
             return
-        self._announced = state.announced
+        self._fronts.announced = state.announced
         self._policy.engine.num_taken = state.num_restarts + 1
         self._ended_s = time.monotonic()
         self._write_state()  # with the new count
@@ -147,7 +137,8 @@ class Supervisor:
         if self._state_path is None or not self._policy.has_served:
             return
         num_bytes = self._options.engine.kv_cache_bytes
-        state = SupervisorState(self._options.port, num_bytes, self._announced, self._policy.engine.num_taken)
+        num_restarts, announced = self._policy.engine.num_taken, self._fronts.announced
+        state = SupervisorState(self._options.port, num_bytes, announced, num_restarts)
         state.write(self._state_path)
 
     def _keep_port(self, port: int) -> None:
@@ -169,43 +160,27 @@ class Supervisor:
             is_standby: Whether it is the standby's front.
         """
         adopt_orphans()  # the spares of engines
-        self._is_standby = is_standby
         self._watch(stop_signals.fd, lambda: self._on_stop(stop_signals.take()))
         self._watch(parent_fd, self._on_parent_end)
-        closing = contextlib.ExitStack()
         try:
             if front_host is None:
                 self._start_engine()
             else:
-                self._front_host = front_host
-                if self._options.uds is not None and self._options.api_server_count > 1:
-                    self._listener = closing.enter_context(listening_at(self._options.uds))
-                # Addresses were announced by the fronts of the previous supervisor.
-                for number in range(self._options.api_server_count if self._announced else 1):
+                try:
+                    starting = self._fronts.begin(front_host, is_standby=is_standby)
+                except OptionsError as error:
+                    return self._fail(str(error))
+                for number in starting:
                     self._start_front(number)
-                if self._announced:
+                if self._fronts.announced:
                     self._start_engine()
             return self._wait(stop_signals.fd)
-        except OptionsError as error:
-            return self._fail(str(error))
         finally:
             stop_children(self._children(), grace_s=STOP_GRACE_S)
             if self._spare is not None:
                 self._spare.close()
             self._selector.close()
-            if self._folder is not None:
-                self._folder.cleanup()
-            closing.close()
-
-    def _make_folder(self) -> str:
-        """Return the folder that a front leaves to its successor: next to our state file, or a temporary one."""
-        if self._state_path is not None:
-            path = self._state_path.with_name("kept")
-            path.mkdir(exist_ok=True)
-            return str(path)
-        if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="wideep_")
-        return self._folder.name
+            self._fronts.close()
 
     def _wait(self, stop_fd: int) -> int:
         while self._policy.drained_s is None or time.monotonic() < self._policy.drained_s:
@@ -235,7 +210,7 @@ class Supervisor:
 
     def _on_parent_end(self) -> int:
         """End. With a standby, kill the front: one that ends in order would end the service."""
-        for front in self._fronts.values() if self._options.standby is not None else ():
+        for front in self._fronts.running.values() if self._options.standby is not None else ():
             front.process.kill()
         return self._fail(f"the parent process of rank {self._place.rank} is gone")
 
@@ -252,50 +227,31 @@ class Supervisor:
         if not is_gentle or self._policy.drained_s is not None or not self._policy.has_served:
             return 0
         # The front on another node does not know an engine that starts, and would not stop it.
-        if not self._fronts and not self._is_serving:
+        if not self._fronts.running and not self._is_serving:
             return 0
-        for front in self._fronts.values():  # the leading one stops the engines when all have ended
+        for front in self._fronts.running.values():  # the leading one stops the engines when all have ended
             front.process.terminate()
         self._policy.drained_s = time.monotonic() + timeout_s + DRAIN_GRACE_S
         return None
 
     def _children(self) -> list[Child]:
-        return [*self._fronts.values(), *([self._engine] if self._engine else [])]
+        return [*self._fronts.running.values(), *([self._engine] if self._engine else [])]
 
     def _watch(self, fd: int, callback: Callable[[], int | None]) -> None:
         self._selector.register(fd, selectors.EVENT_READ, callback)
 
     def _start_front(self, number: int) -> None:
-        pipe, name = MessagePipe(), "the front"
-        extra = {KEPT_VARIABLE: self._make_folder(), **self._front_variable()}
-        ranks, fd = str(self._place.world_size), str(pipe.child_fd)
-        flags = ["--ranks", ranks, "--ready-fd", fd, "--ranks-host", self._front_host]
-        if self._options.api_server_count > 1:
-            name = f"front {number}"
-            flags += ["--front-number", str(number)]
-        flags += ["--stands-by"] if self._is_standby else []
-        fds = [pipe.child_fd]
-        if self._listener is not None:
-            extra[LISTENER_VARIABLE] = str(self._listener.fileno())
-            fds.append(self._listener.fileno())
-        if (launcher := self._environment.get(LAUNCHER_VARIABLE)) is not None:
-            fds.append(int(launcher))
-        front = self._start(
-            name, self._commands.front, tuple(flags), extra, tuple(fds), stop_signal=END_NOW_SIGNAL
-        )
-        pipe.close_child_end()
-        self._fronts[number] = front
+        front, pipe = self._fronts.start(number)
         self._watch(front.pidfd, lambda: self._on_front_end(number, front))
-        self._watch(pipe.fd, lambda: self._read(pipe, name, number))
+        self._watch(pipe.fd, lambda: self._read(pipe, front.name, number))
 
     def _start_engine(self) -> None:
         """Start the rank's engine: wake the spare of the last one, or start a new process."""
         pipe = MessagePipe()
-        extra = {"WIDEEP_RESTARTABLE_IN_S": str(self._policy.engine.allowed_in_s())}
-        if self._is_standby:  # it publishes the addresses, and gives the front those of the leading one
-            extra |= {STANDBY_VARIABLE: self._announced, KEPT_VARIABLE: self._make_folder()}
-        else:
-            extra |= self._front_variable()
+        extra = {
+            "WIDEEP_RESTARTABLE_IN_S": str(self._policy.engine.allowed_in_s()),
+            **self._fronts.for_engine(),
+        }
         num_restarts = int(self._environment.get(RESTARTS_VARIABLE, "0")) + self._policy.engine.num_taken
         if num_restarts:
             extra[RESTARTS_VARIABLE] = str(num_restarts)
@@ -307,7 +263,7 @@ class Supervisor:
         engine = self._wake_spare(name, StartOrder(handed_on(self._options)[1], extra), tuple(fds.values()))
         if engine is None:
             extra |= {variable: str(fd) for variable, fd in fds.items()}
-            engine = self._start(name, self._commands.engine, (), extra, tuple(fds.values()))
+            engine = self._start(self._commands.engine, name, (), extra, tuple(fds.values()))
         pipe.close_child_end()
         if spare is not None:
             spare.close_engines_end()
@@ -316,12 +272,6 @@ class Supervisor:
         read = partial(self._read, pipe, name)
         self._watch(engine.pidfd, lambda: self._on_engine_end(engine, read))
         self._watch(pipe.fd, read)
-
-    def _front_variable(self) -> dict[str, str]:
-        announced = self._announced
-        if not announced and 0 in self._addresses:  # for the other fronts
-            announced = announcement([self._addresses[0]])
-        return {FRONT_VARIABLE: announced} if announced else {}
 
     def _wake_spare(self, name: str, order: StartOrder, fds: tuple[int, ...]) -> Child | None:
         if self._spare is None:
@@ -332,8 +282,8 @@ class Supervisor:
 
     def _start(
         self,
-        name: str,
         command: tuple[str, ...],
+        name: str,
         flags: tuple[str, ...],
         extra: Mapping[str, str],
         kept_fds: tuple[int, ...],
@@ -361,12 +311,12 @@ class Supervisor:
         follows = self._policy.after_front(status)
         if follows is Next.EXHAUSTED:
             return self._fail(f"{ending}; not restarting it (already restarted {allowed})")
-        is_drained = status == 0 and self._policy.drained_s is not None and len(self._fronts) > 1
+        is_drained = status == 0 and self._policy.drained_s is not None and len(self._fronts.running) > 1
         if follows is not Next.RESTART and not is_drained:
             return self._on_end(front)
         self._selector.unregister(front.pidfd)
         os.close(front.pidfd)
-        del self._fronts[number]
+        del self._fronts.running[number]
         if follows is Next.RESTART:
             lost = "Answers in progress" if self._options.api_server_count == 1 else "Its answers"
             say(f"wideep: {ending}; restarting it (at most {allowed}). {lost} are lost", error=True)
@@ -378,7 +328,7 @@ class Supervisor:
         read()  # its last messages: it may have served briefly
         ending = self._describe_end_of(engine)
         self._watchdog = None
-        for front in self._fronts.values():
+        for front in self._fronts.running.values():
             if has_ended(front) and not self._policy.may_front_return(front.process.wait()):
                 return self._on_end(front)  # the cause
         follows = self._policy.after_engine(engine.process.wait())
@@ -392,7 +342,7 @@ class Supervisor:
         self._engine, self._is_serving = None, False
         if follows is Next.STOPPING:
             say(f"wideep: {ending}; the service is stopping", error=True)
-            return None if self._fronts else 0
+            return None if self._fronts.running else 0
         allowed = self._policy.engine.describe()
         if follows is Next.EXHAUSTED:
             return self._give_up(f"{ending}; not restarting it (already restarted {allowed})")
@@ -475,16 +425,14 @@ class Supervisor:
                 assert_never(message)
 
     def _on_front_addresses(self, addresses: FrontAddresses, number: int) -> None:
-        if self._announced:
+        if self._fronts.announced:
             return  # a replacement front reuses the first one's ports and token
-        self._addresses[number] = addresses
-        num_fronts = self._options.api_server_count
+        starting = self._fronts.note_bound(number, addresses)
         if self._options.uds is None:  # the other fronts and replacements bind the same port
             self._keep_port(int(addresses.http.rpartition(":")[2]))
-        for other in range(1, num_fronts) if number == 0 else ():
+        for other in starting:
             self._start_front(other)
-        if len(self._addresses) == num_fronts:
-            self._announced = announcement([self._addresses[each] for each in range(num_fronts)])
+        if self._fronts.announced:
             self._start_engine()
 
     def _describe_service(self) -> str:

@@ -137,6 +137,7 @@ def test_a_rank_attaches_to_every_front_of_the_standby_and_the_leading_one_moves
     there = {"ranks_address": "b:1", "token": "t", "others": "b:2 b:3"}
     standby = StandbyFront(there, lambda: calls.append("moved"))
     stream = connect(built(), config(), FRONT, {}, pool=single_pool(3)[0], num_ranks=3, standby=standby)
+    assert isinstance(stream, SeveralFronts)
     stream.attach(1.0)
 
     def reach(address: str, _timeout_s: float) -> None:

@@ -1,0 +1,139 @@
+"""The fronts that a supervisor runs on its node: one, or several on one port (`--api-server-count`).
+
+Of several fronts, the first one leads. The others start when it has bound its port. They inherit the socket of `--uds` from the
+supervisor, because its path can be bound only once. A front that replaces a killed one gets the announced addresses and binds
+the same ports. The fronts of a standby (`--standby`) start like those of the leading node, and wait until that node is lost.
+"""
+
+import contextlib
+import socket
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from server.options.table import Options
+from server.serve.child_messages import FrontAddresses, MessagePipe, announcement
+from server.serve.children import (
+    FRONT_VARIABLE,
+    KEPT_VARIABLE,
+    LISTENER_VARIABLE,
+    STANDBY_VARIABLE,
+    Child,
+)
+from server.serve.preflight.unix_socket import listening_at
+from server.serve.rank_processes import LAUNCHER_VARIABLE
+
+
+class StartFront(Protocol):
+    """Starts a front as a child of the supervisor."""
+
+    def __call__(
+        self, name: str, flags: tuple[str, ...], extra: Mapping[str, str], kept_fds: tuple[int, ...]
+    ) -> Child:
+        """Start it with further flags, variables and descriptors."""
+
+
+class FrontProcesses:
+    """The running fronts and their addresses."""
+
+    def __init__(
+        self,
+        options: Options,
+        *,
+        num_ranks: int,
+        environment: Mapping[str, str],
+        start: StartFront,
+        kept: Path | None,
+    ) -> None:
+        """Begin without fronts.
+
+        Args:
+            kept: The folder that outlives a front; None for a temporary one.
+        """
+        self._num_fronts, self._uds, self._num_ranks = options.api_server_count, options.uds, num_ranks
+        self._launcher_fd, self._start_child = environment.get(LAUNCHER_VARIABLE), start
+        self.running: dict[int, Child] = {}  # by number
+        self.announced = ""  # the addresses of all fronts, as JSON
+        self._addresses: dict[int, FrontAddresses] = {}  # until all are bound
+        self._host, self._is_standby = "", False
+        self._listener: socket.socket | None = None  # of several fronts on a Unix socket
+        self._kept = kept
+        self._closing = contextlib.ExitStack()
+
+    def begin(self, host: str, *, is_standby: bool) -> list[int]:
+        """Prepare to start fronts, and return the numbers of those to start now.
+
+        Args:
+            host: How other nodes reach them.
+            is_standby: Whether they are the standby's.
+
+        Raises:
+            OptionsError: The socket of --uds cannot be bound.
+        """
+        self._host, self._is_standby = host, is_standby
+        if self._uds is not None and self._num_fronts > 1:
+            self._listener = self._closing.enter_context(listening_at(self._uds))
+        # Addresses were announced by the fronts of a supervisor that was killed with them.
+        return list(range(self._num_fronts if self.announced else 1))
+
+    def start(self, number: int) -> tuple[Child, MessagePipe]:
+        """Start a front. Returns it and the pipe on which it reports."""
+        pipe, name = MessagePipe(), "the front"
+        extra = {KEPT_VARIABLE: self._kept_folder(), **self._announcement()}
+        flags = [
+            "--ranks",
+            str(self._num_ranks),
+            "--ready-fd",
+            str(pipe.child_fd),
+            "--ranks-host",
+            self._host,
+        ]
+        if self._num_fronts > 1:
+            name = f"front {number}"
+            flags += ["--front-number", str(number)]
+        flags += ["--stands-by"] if self._is_standby else []
+        fds = [pipe.child_fd]
+        if self._listener is not None:
+            extra[LISTENER_VARIABLE] = str(self._listener.fileno())
+            fds.append(self._listener.fileno())
+        if self._launcher_fd is not None:
+            fds.append(int(self._launcher_fd))
+        front = self.running[number] = self._start_child(name, tuple(flags), extra, tuple(fds))
+        pipe.close_child_end()
+        return front, pipe
+
+    def note_bound(self, number: int, addresses: FrontAddresses) -> list[int]:
+        """Take the addresses of a front that has bound its sockets, and return the numbers of those to start now.
+
+        `announced` is set when all have.
+        """
+        self._addresses[number] = addresses
+        if len(self._addresses) == self._num_fronts:
+            self.announced = announcement([self._addresses[each] for each in range(self._num_fronts)])
+        return list(range(1, self._num_fronts)) if number == 0 else []
+
+    def for_engine(self) -> dict[str, str]:
+        """Return the variables for the engine on this node.
+
+        That of the standby publishes the addresses, and gives its front those of the leading one.
+        """
+        if self._is_standby:
+            return {STANDBY_VARIABLE: self.announced, KEPT_VARIABLE: self._kept_folder()}
+        return self._announcement()
+
+    def close(self) -> None:
+        """Remove the socket and the temporary folder, after all fronts have ended."""
+        self._closing.close()
+
+    def _announcement(self) -> dict[str, str]:
+        announced = self.announced
+        if not announced and 0 in self._addresses:  # for the other fronts
+            announced = announcement([self._addresses[0]])
+        return {FRONT_VARIABLE: announced} if announced else {}
+
+    def _kept_folder(self) -> str:
+        if self._kept is None:
+            self._kept = Path(self._closing.enter_context(tempfile.TemporaryDirectory(prefix="wideep_")))
+        self._kept.mkdir(exist_ok=True)
+        return str(self._kept)
