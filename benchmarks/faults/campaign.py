@@ -23,6 +23,7 @@ from benchmarks.faults.outcomes import FaultOutcome, left_behind, line_of, sprea
 from benchmarks.serving.live_answers import LiveAnswer, LostAnswerError, Said, longest_pause_s
 from benchmarks.serving.processes import command_of, pss_bytes
 from benchmarks.serving.service import HOST, BenchServiceError, Server
+from server.serve.store.rendezvous import listens_on
 from server.tools.bench.figures import percentile
 
 Fault = Callable[["Campaign"], Awaitable[int]]  # injects the fault; returns how many members it removes
@@ -377,11 +378,12 @@ class Campaign:
         )
 
     async def wait_for_fronts(self, count: int, *, without: int) -> None:
-        """Wait until this many fronts run, without the killed one."""
+        """Wait until this many fronts accept connections, without the killed one."""
 
         def are_there() -> bool:
             fronts = self.fronts()
-            return len(fronts) == count and without not in fronts
+            are_whole = len(fronts) == count and without not in fronts
+            return are_whole and all(listens_on(pid, self.service.port) for pid in fronts)
 
         await self._wait_for(are_there, "the replacement of a front")
 

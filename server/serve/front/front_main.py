@@ -1,6 +1,6 @@
 """Start the front process: one event loop with the HTTP server, the gRPC server for ranks, and the journal between them.
 
-It binds and announces both sockets before any slow work, so that ranks and clients can connect while the tokenizer
+It binds and announces both sockets before any slow work, so that ranks and, at the start, clients can connect while the tokenizer
 loads. It does not import torch: it only tokenizes, and torch would cost 180 MB. `front` runs afterwards.
 
 A front that replaces a killed one takes over its ports and its token. The ranks reconnect with the state it needs and form a
@@ -81,13 +81,10 @@ def run_front(
         try:
             # Announced by the front that this one replaces, or by the leading one.
             before = json.loads(environment.get(FRONT_VARIABLE, "null"))
-            first, listens = before is None, not is_standby
-            with (
-                _listener(options, environment, is_first=first, listens=listens) as listener,
-                _kept_in(environment) as kept,
-            ):
+            with _kept_in(environment) as kept:
                 place = _Place(number, before, ranks_host, Path(kept), is_standby)
-                return asyncio.run(_run(options, num_ranks, listener, ready_fd, place, environment))
+                with _listener(options, place, environment) as listener:
+                    return asyncio.run(_run(options, num_ranks, listener, ready_fd, place, environment))
         except OptionsError as error:
             return _complain(str(error))
 
@@ -115,18 +112,23 @@ class _Place(NamedTuple):
 
 
 def _listener(
-    options: Options, environment: Mapping[str, str], *, is_first: bool, listens: bool
+    options: Options, place: _Place, environment: Mapping[str, str]
 ) -> contextlib.AbstractContextManager[socket.socket]:
-    """Bind the socket for HTTP. The first of several fronts also checks that no other program has the port."""
+    """Bind the socket for HTTP. The first of several fronts also checks that no other program has the port.
+
+    Connections wait in it until this front serves. A replacement among several fronts does not listen before, so that they go to
+    the others.
+    """
+    listens = not place.is_standby
     if (bound := environment.get(LISTENER_VARIABLE)) is not None:
         return socket.socket(fileno=int(bound))
     if options.uds is not None:
         return listening_at(options.uds)
     if options.api_server_count == 1:
         return bind_http(options.host, options.port, listens=listens)
-    if is_first and options.port:
+    if place.announced is None and options.port:
         bind_http(options.host, options.port, listens=listens).close()
-    return bind_http(options.host, options.port, is_shared=True, listens=listens)
+    return bind_http(options.host, options.port, is_shared=True, listens=listens and not place.is_again)
 
 
 def _kept_in(environment: Mapping[str, str]) -> contextlib.AbstractContextManager[str]:
@@ -184,7 +186,6 @@ async def _run(
                 ranks.resize(record.num_ranks, record.num_ranks)
                 metrics.grow(record.num_ranks)
             ranks.use_token(token)
-            listener.listen(_BACKLOG)
         elif options.standby is not None and place.number == 0:
             try:
                 node = environment.get(NODE_VARIABLE, "")
@@ -212,6 +213,7 @@ async def _run(
     front.begin_resizes(environment)
     if first is not None and service.leads:
         front.take_over_from(first, ranks_near(place.kept))
+    listener.listen(_BACKLOG)  # unless it does already
     fatal = await front.run(listener, is_again=place.is_again)
     return _complain(fatal) if fatal else 0
 

@@ -16,10 +16,13 @@ import pytest
 
 from expert_placement.placement import linear_placement
 from server.link.rank_link import LinkError
+from server.serve.child_messages import FrontAddresses, announcement
 from server.serve.children import END_NOW_SIGNAL
+from server.serve.front import front_main
 from tests.support.service.front_process import TIMEOUT_S, FrontProcess, without_times
 from tests.support.service.real_service import WIDEEP
 from tests.support.service.service_processes import wait_until
+from tests.support.service.starts import options_for
 
 FRONT = [*WIDEEP, "front"]
 HELLO = [{"role": "user", "content": "hello"}]
@@ -32,6 +35,24 @@ def fronts(model_dir: Path) -> Iterator[list[FrontProcess]]:
     yield started
     for process in started:
         process.close()
+
+
+@pytest.mark.parametrize(
+    ("num_fronts", "num_announced", "listens"),
+    [(1, 0, True), (1, 1, True), (2, 0, True), (2, 1, True), (2, 2, False)],
+    ids=["the only one", "its replacement", "the first of two", "the second", "a replacement of the second"],
+)
+def test_connections_do_not_wait_for_a_replacement_if_there_are_other_fronts(
+    tmp_path: Path, num_fronts: int, num_announced: int, listens: bool
+) -> None:
+    announced = (
+        announcement([FrontAddresses("http://h:1", "h:1", "t")] * num_announced) if num_announced else "null"
+    )
+    number = int(num_fronts == 2 and num_announced > 0)
+    place = front_main._Place(number, json.loads(announced), "127.0.0.1", tmp_path)
+    options = options_for(tmp_path, f"--api-server-count={num_fronts}")
+    with front_main._listener(options, place, {}) as listener:
+        assert bool(listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)) == listens
 
 
 def client_of(front: FrontProcess, key: str = "none") -> openai.OpenAI:
