@@ -158,7 +158,7 @@ class Campaign:
             **{name: before_restarts + now for name, (before_restarts, now) in self._counted.items()},
             "before": before,
             "after": after,
-            "left_behind": left_behind(before, after),
+            "left_behind": left_behind(before, after, num_fronts=len(self.fronts())),
         }
 
     async def _suffer(self, kind: str, fault: Fault, clients: Sequence[asyncio.Task[None]]) -> FaultOutcome:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from server.http.several.forwarding import KEPT_CONNECTIONS
 from server.tools.bench.figures import percentile
 
 
@@ -45,10 +46,15 @@ def spread(times_s: Sequence[float]) -> dict[str, float]:
     return {"num": len(times_s), **percentiles, "max": round(max(times_s), 3)}
 
 
-def left_behind(before: dict[str, float], after: dict[str, float]) -> dict[str, list[float]]:
+def left_behind(
+    before: dict[str, float], after: dict[str, float], *, num_fronts: int = 1
+) -> dict[str, list[float]]:
     """Return the figures that did not return to their initial values; memory may grow by a quarter over time."""
     room = {name: before[name] * 0.25 for name in ("front_mb", "engines_mb")}
     room |= {"front_descriptors": 8, "engine_descriptors": 8}  # connections that close a moment later
+    room["front_descriptors"] += (
+        2 * KEPT_CONNECTIONS * (num_fronts - 1)
+    )  # idle ones to other fronts and from them
     return {
         name: [before[name], after[name]] for name in before if after[name] > before[name] + room.get(name, 0)
     }

@@ -33,6 +33,7 @@ from server.http.kept_stream import until_gone
 WAIT_S = 20.0  # for a front that is being restarted
 _RETRY_S = 0.05
 LEADER = 0
+KEPT_CONNECTIONS = 32  # idle ones to each other front
 _ANYWHERE = frozenset((
     *("/", "/health", "/ping", "/version", "/load", "/docs", "/openapi.json", "/favicon.ico", "/dashboard"),
     *("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/models"),
@@ -202,7 +203,7 @@ class Forwarding:
     def _client(self, number: int) -> httpx.AsyncClient:
         client = self._clients.get(number)
         if client is None:
-            limits = httpx.Limits(max_connections=None, max_keepalive_connections=32)
+            limits = httpx.Limits(max_connections=None, max_keepalive_connections=KEPT_CONNECTIONS)
             client = self._clients[number] = httpx.AsyncClient(
                 transport=httpx.AsyncHTTPTransport(uds=self._socket_path(number), limits=limits),
                 timeout=None,
