@@ -158,7 +158,7 @@ def test_a_killed_front_of_the_standby_that_leads_is_replaced(
         "--stands-by",
         port=port_of(killed),
     )
-    standby[number] = again
+    standby[number] = again.wait_listening()
     service.attach(again)
     service.wait_ready()
     again.script("f-say", "one two")
@@ -172,6 +172,7 @@ def test_a_killed_front_on_a_living_node_is_awaited(service: Service, model_dir:
     os.kill(first[0].process.pid, signal.SIGKILL)
     first[0].wait()
     first[0] = again = start(model_dir, node.kept, 0, node.announced, port=port_of(first[0]))
+    again.wait_listening()
     wait_until(lambda: "standby_follows" in kinds(again), lambda: service.standby.fronts[0].said)
     assert "takes over" not in service.standby.fronts[0].said
     assert json.loads((service.standby.kept / "copies" / "service.json").read_text())["serving"]

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from expert_placement.placement import Placement, linear_placement
 from scheduler.policy.request import Request
 from server.link.messages import Served
+from server.serve.store.rendezvous import listens_on
 from tests.support.models.tiny_tokenizer import MAX_LEN
 from tests.support.requests import plain_http
 from tests.support.service.fake_rank import EXPERT_BYTES, FakeRank, Script, experts_of
@@ -118,6 +119,12 @@ class FrontProcess:
         for rank in range(self.num_ranks):
             self.attach(rank)
         assert self.get("/health").status_code == 200
+        return self
+
+    def wait_listening(self) -> Self:
+        """Wait until the front accepts connections. A replacement among several fronts does not at first."""
+        port = int(self.url.rpartition(":")[2])
+        wait_until(lambda: listens_on(self.process.pid, port), lambda: self.said)
         return self
 
     def forget(self) -> None:

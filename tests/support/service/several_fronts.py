@@ -70,7 +70,7 @@ class SeveralFronts:
     def replace(self, number: int) -> FrontProcess:
         """Start a killed front's replacement with the same ports."""
         old = self.fronts[number]
-        front = self.fronts[number] = self._start(number, old.url.rpartition(":")[2])
+        front = self.fronts[number] = self._start(number, old.url.rpartition(":")[2]).wait_listening()
         front._scripts, front.num_ranks = old._scripts, old.num_ranks
         return front
 
