@@ -23,7 +23,8 @@ from tests.support.models.quantise import change_file, write_quantised
 from tests.support.models.tiny_tokenizer import CHAT_TEMPLATE
 from tests.support.placement.placements import held, random_placement
 from tests.support.requests.timed_streams import stream_all
-from tests.support.service.real_service import START_S, WIDEEP, RealService, write_tiny_model
+from tests.support.service.forked import WIDEEP
+from tests.support.service.real_service import START_S, RealService, write_tiny_model
 from tests.support.service.service_processes import has_ended, wait_until
 
 

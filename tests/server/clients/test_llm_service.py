@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from server.offline import LLM, SamplingParams
-from tests.support.service.real_service import REPOSITORY, WIDEEP, RealService
+from tests.support.service.forked import WIDEEP
+from tests.support.service.real_service import REPOSITORY, RealService
 from tests.support.service.service_processes import HEARS_CTRL_C, has_ended
 
 pytestmark = pytest.mark.slow

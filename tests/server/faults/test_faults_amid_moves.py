@@ -15,7 +15,8 @@ from expert_placement.files import from_json, to_json
 from expert_placement.moves import align
 from tests.support.placement.placements import random_placement
 from tests.support.requests.timed_streams import stream_all
-from tests.support.service.real_service import REPOSITORY, START_S, WIDEEP, RealService, write_tiny_model
+from tests.support.service.forked import WIDEEP
+from tests.support.service.real_service import REPOSITORY, START_S, RealService, write_tiny_model
 from tests.support.service.service_processes import wait_until
 
 pytestmark = pytest.mark.slow

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import httpx
 import pytest
 
+from tests.support.service.forked import WIDEEP
 from tests.support.service.namespaces import (
     ask,
     close_ports,
@@ -24,7 +25,7 @@ from tests.support.service.namespaces import (
     threads_inside,
 )
 from tests.support.service.namespaces import members as members_at
-from tests.support.service.real_service import START_S, WIDEEP, RealService, write_tiny_model
+from tests.support.service.real_service import START_S, RealService, write_tiny_model
 from tests.support.service.service_processes import has_ended, running_command, wait_until
 
 OTHER_NODE, ENDPOINT_NODE, HTTP_PORT = 0, 1, 8000  # Inside its namespace every port is free.

@@ -9,7 +9,7 @@ import pytest
 from starlette.requests import Request
 
 from tests.house.test_autoscaling_recipes import read_app
-from tests.support.service.real_service import WIDEEP
+from tests.support.service.forked import WIDEEP
 
 
 @pytest.mark.slow

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.service.forked import WIDEEP
 from tests.support.service.namespaces import ask, members, set_link
-from tests.support.service.real_service import REPOSITORY, START_S, WIDEEP, RealService, write_tiny_model
+from tests.support.service.real_service import REPOSITORY, START_S, RealService, write_tiny_model
 from tests.support.service.recipes import (
     RECIPES,
     SBATCH,

@@ -20,8 +20,9 @@ from tests.server.nodes.test_nodes import (
     stream_all,
     wait_until_healthy,
 )
+from tests.support.service.forked import WIDEEP
 from tests.support.service.namespaces import ask
-from tests.support.service.real_service import REPOSITORY, START_S, WIDEEP, RealService
+from tests.support.service.real_service import REPOSITORY, START_S, RealService
 from tests.support.service.service_processes import wait_until
 
 MESSAGES, VERSION = "server/link/messages.py", "server/machine/versions.py"

@@ -18,7 +18,8 @@ from expert_placement.placement import Placement
 from tests.server.faults.test_faults import PIECES, bodies, kill, supervisor_of
 from tests.support.placement.placements import held, random_placement
 from tests.support.requests.timed_streams import TimedStream, stream_all
-from tests.support.service.real_service import START_S, WIDEEP, RealService
+from tests.support.service.forked import WIDEEP
+from tests.support.service.real_service import START_S, RealService
 from tests.support.service.service_processes import has_ended, wait_until
 
 pytestmark = pytest.mark.slow

@@ -15,7 +15,8 @@ from server.link.messages import RankFacts
 from server.link.rank_link import LinkError, RankLink
 from server.link.seal import MAC_BYTES
 from server.serve.store.signed_store import SignedStore, UnsignedError
-from tests.support.service.real_service import START_S, WIDEEP, RealService, write_tiny_model
+from tests.support.service.forked import WIDEEP
+from tests.support.service.real_service import START_S, RealService, write_tiny_model
 
 KEY = b"k" * 32
 

@@ -11,7 +11,8 @@ import pytest
 
 from tests.server.faults.test_faults import bodies
 from tests.support.requests.timed_streams import stream_all
-from tests.support.service.real_service import START_S, WIDEEP, RealService
+from tests.support.service.forked import WIDEEP
+from tests.support.service.real_service import START_S, RealService
 from tests.support.service.service_processes import wait_until
 
 pytestmark = pytest.mark.slow

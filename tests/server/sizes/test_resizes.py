@@ -18,8 +18,9 @@ import pytest
 from dispatch.ports import free_port
 from tests.server.faults.test_faults import bodies, has_members, supervisor_of
 from tests.support.requests.timed_streams import TimedStream, stream_all
+from tests.support.service.forked import WIDEEP
 from tests.support.service.process_figures import num_descriptors
-from tests.support.service.real_service import START_S, WIDEEP, RealService, write_tiny_model
+from tests.support.service.real_service import START_S, RealService, write_tiny_model
 from tests.support.service.service_processes import wait_until
 
 pytestmark = pytest.mark.slow

@@ -19,11 +19,12 @@ from tokenizers import Tokenizer
 from expert_placement.placement import Placement, linear_placement
 from scheduler.policy.request import Request
 from server.link.messages import Served
+from server.serve.children import LISTENER_VARIABLE
 from server.serve.store.rendezvous import listens_on
 from tests.support.models.tiny_tokenizer import MAX_LEN
 from tests.support.requests import plain_http
 from tests.support.service.fake_rank import EXPERT_BYTES, FakeRank, Script, experts_of
-from tests.support.service.forked_front import ForkedFront
+from tests.support.service.forked import FIRST_FD, Forked, Kind
 from tests.support.service.service_processes import wait_until
 
 TIMEOUT_S = 60.0
@@ -56,23 +57,30 @@ class FrontProcess:
         self._scripts: dict[str, Script] = {}
         self.headers: dict[str, str] = {}  # of requests without their own
         read_fd, write_fd = os.pipe()
+        stderr_fd, their_stderr_fd = os.pipe()
         # Without statistics, the log contains only problems.
-        words = [str(model), "--port", "0", "--ranks", str(num_ranks), *flags, "--disable-log-stats"]
+        words = ["front", str(model), "--port=0", f"--ranks={num_ranks}", *flags, "--disable-log-stats"]
+        environment, kept_fds = {**os.environ, **(environment or {})}, [write_fd]
+        if listener is not None:
+            environment[LISTENER_VARIABLE] = str(FIRST_FD + 1)
+            kept_fds.append(listener.fileno())
         with contextlib.ExitStack() as files:
             out_fd = 1 if log is None else files.enter_context(log.open("w")).fileno()
-            self.process = ForkedFront(
-                words,
-                ready_fd=write_fd,
+            self.process = Forked(
+                Kind.FRONT,
+                [*words, f"--ready-fd={FIRST_FD}"],
                 stdout_fd=out_fd,
+                stderr_fd=their_stderr_fd,
                 cwd=model,
-                environment={**os.environ, **(environment or {})},
-                listener=listener,
+                environment=environment,
+                kept_fds=kept_fds,
             )
         os.close(write_fd)
+        os.close(their_stderr_fd)
         with os.fdopen(read_fd) as ready:
             line = ready.readline()
         self._stderr: list[str] = []
-        self._reader = threading.Thread(target=self._read, args=(self.process.stderr,), daemon=True)
+        self._reader = threading.Thread(target=self._read, args=(os.fdopen(stderr_fd),), daemon=True)
         self._reader.start()
         assert line, f"the front did not announce its address: {self.wait()}"
         said = json.loads(line)

@@ -4,8 +4,7 @@ import os
 import re
 import signal
 import subprocess
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,10 +14,10 @@ from dispatch.ports import free_port
 from tests.support.models.families import write_checkpoint
 from tests.support.models.tiny_tokenizer import CHAT_TEMPLATE, write_tokenizer
 from tests.support.requests import plain_http
+from tests.support.service.forked import WIDEEP, Forked, Kind, can_fork_services
 from tests.support.service.service_processes import command_of, wait_until
 
 REPOSITORY = Path(__file__).parents[3]
-WIDEEP = (sys.executable, "-P", str(REPOSITORY / "server" / "__main__.py"))
 START_S = 1200.0  # kernels may have to be compiled first, on a busy machine
 STOP_S = 90.0  # far beyond the promised time: the machine may be busy
 TREE = re.compile(r"\(.*\) \w (\d+)")
@@ -43,12 +42,7 @@ class RealService:
         self.port, self._log = port, log
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "GLOO_SOCKET_IFNAME": "lo"}
         with log.open("w") as output:
-            self.processes = [
-                subprocess.Popen(
-                    command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-                )
-                for command in commands
-            ]
+            self.processes = [_start(command, output.fileno(), environment) for command in commands]
 
     @classmethod
     def serve(cls, model: Path, log: Path, *flags: str) -> Self:
@@ -158,6 +152,25 @@ class RealService:
                     os.kill(pid, signal.SIGKILL)
                 except ProcessLookupError:
                     continue
+
+
+def _start(
+    command: Sequence[str], output_fd: int, environment: Mapping[str, str]
+) -> subprocess.Popen[bytes] | Forked:
+    """Start a command in a new session, `wideep serve` as a fork if the kernel allows it."""
+    words = command[len(WIDEEP) :]
+    if tuple(command[: len(WIDEEP)]) == WIDEEP and words[0] == "serve" and can_fork_services():
+        return Forked(
+            Kind.SERVICE,
+            words,
+            stdout_fd=output_fd,
+            stderr_fd=output_fd,
+            cwd=Path.cwd(),
+            environment=environment,
+        )
+    return subprocess.Popen(
+        command, stdout=output_fd, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+    )
 
 
 def _is_below(pid: int, roots: set[int], parents: dict[int, int]) -> bool:

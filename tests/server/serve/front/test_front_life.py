@@ -19,8 +19,8 @@ from server.link.rank_link import LinkError
 from server.serve.child_messages import FrontAddresses, announcement
 from server.serve.children import END_NOW_SIGNAL
 from server.serve.front import front_main
+from tests.support.service.forked import WIDEEP
 from tests.support.service.front_process import TIMEOUT_S, FrontProcess, without_times
-from tests.support.service.real_service import WIDEEP
 from tests.support.service.service_processes import wait_until
 from tests.support.service.starts import options_for
 

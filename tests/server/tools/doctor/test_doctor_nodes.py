@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from tests.support.models.fake_checkpoint import write_checkpoint, write_safetensors
+from tests.support.service.forked import WIDEEP
 from tests.support.service.namespaces import close_ports, other_version
-from tests.support.service.real_service import WIDEEP
 
 pytestmark = pytest.mark.slow
 

@@ -1,0 +1,310 @@
+"""`wideep` as a fork of a process that has imported its modules: a start costs no seconds of a core.
+
+One such process per kind forks all commands of a test process. An order has the words of the command, its directory and its
+environment, with the descriptors of its output and of a socket for its pid and exit status. If the test process ends, so do its
+commands. A forked `serve` forks its launcher, supervisors and engines, too; fronts have modules without torch, so it starts them
+as usual. torchrun, and commands in namespaces of a network, run as usual.
+"""
+
+import contextlib
+import ctypes
+import enum
+import fcntl
+import gc
+import importlib
+import json
+import os
+import random
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple, Self
+
+import wideep
+from server.serve import children
+
+ROOT = Path(__file__).resolve().parents[3]
+WIDEEP = (sys.executable, "-P", str(ROOT / "server" / "__main__.py"))
+FIRST_FD = 10  # number of the first descriptor that a forked command inherits
+_ORDER_BYTES = 2**17
+_FORKED_CHILDREN = ("launcher", "worker", "engine", "front")  # of a forked `serve`
+_PR_SET_MM, _PR_SET_MM_MAP = 35, 14  # linux/prctl.h
+
+
+class Kind(enum.StrEnum):
+    """What the forking process has imported."""
+
+    FRONT = "front"
+    SERVICE = "service"
+
+
+class Forked:
+    """A forked command, with the part of `subprocess.Popen`'s interface that tests need."""
+
+    def __init__(
+        self,
+        kind: Kind,
+        words: Sequence[str],
+        *,
+        stdout_fd: int,
+        stderr_fd: int,
+        cwd: Path,
+        environment: Mapping[str, str],
+        kept_fds: Sequence[int] = (),
+    ) -> None:
+        """Start `wideep` with these words in a new session. It gets `kept_fds` as descriptors `FIRST_FD` and up."""
+        self._answers, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        order = {"words": list(words), "cwd": str(cwd), "environment": dict(environment)}
+        with theirs:
+            fds = [theirs.fileno(), stdout_fd, stderr_fd, *kept_fds]
+            socket.send_fds(_orders(kind), [json.dumps(order).encode()], fds)
+        self.pid = int(self._answers.recv(64))
+        self.returncode: int | None = None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the exit status; negative: the signal that killed it.
+
+        Raises:
+            subprocess.TimeoutExpired: It still runs.
+        """
+        if self.returncode is None:
+            self._answers.settimeout(timeout)
+            try:
+                self.returncode = int(self._answers.recv(64))
+            except (TimeoutError, BlockingIOError) as error:  # the latter if the timeout is 0
+                raise subprocess.TimeoutExpired("wideep", timeout or 0.0) from error
+            self._answers.close()
+        return self.returncode
+
+    def poll(self) -> int | None:
+        """Return the exit status, or None while it runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0.0)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+@cache
+def can_fork_services() -> bool:
+    """Return whether a process may change what /proc shows of it. Tests look for engines and ranks there."""
+    return _MemoryMap.of_this_process().apply()
+
+
+@cache
+def _orders(kind: Kind) -> socket.socket:
+    """Start the process that forks commands of a kind. Return the socket for its orders."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        # OpenMP reads its variables when torch is imported.
+        as_engine = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GRPC_VERBOSITY": "NONE"}
+        environment = {**os.environ, **(as_engine if kind == Kind.SERVICE else {}), "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-P", __file__, kind, str(theirs.fileno())]
+        subprocess.Popen(command, pass_fds=(theirs.fileno(),), env=environment)
+    return ours
+
+
+class _Order(NamedTuple):
+    """What one command needs."""
+
+    words: list[str]
+    cwd: str
+    environment: dict[str, str]
+
+
+def _serve(orders: socket.socket) -> tuple[_Order, list[int]] | None:
+    """Fork commands until `orders` closes. Returns the order and its descriptors in a command, and None in this process."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(orders, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is not orders:
+                    pid, answers = key.data
+                    selector.unregister(key.fileobj)
+                    os.close(key.fd)
+                    _, status = os.waitpid(pid, 0)
+                    _send(answers, os.waitstatus_to_exitcode(status))
+                    answers.close()
+                    continue
+                content, fds, _, _ = socket.recv_fds(orders, _ORDER_BYTES, 5)
+                if not content:
+                    return None
+                if (pid := os.fork()) == 0:
+                    return _Order(**json.loads(content)), fds[1:]
+                answers = socket.socket(fileno=fds.pop(0))
+                for fd in fds:
+                    os.close(fd)
+                _send(answers, pid)
+                selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, answers))
+
+
+def _send(answers: socket.socket, number: int) -> None:
+    with contextlib.suppress(OSError):  # the test has ended
+        answers.send(str(number).encode())
+
+
+def _run(order: _Order, fds: list[int]) -> int:
+    """Run a command in the process that was forked for it. Return its exit status."""
+    os.setsid()
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in fds]
+    places = (1, 2, *range(FIRST_FD, FIRST_FD + len(fds) - 2))
+    for fd, place in zip(high, places, strict=True):
+        os.dup2(fd, place)
+    os.chdir(order.cwd)
+    return _become(order.words, order.environment, places)
+
+
+def _become(words: Sequence[str], environment: Mapping[str, str], kept_fds: Sequence[int]) -> int:
+    """Run `wideep` in this forked process. Return its exit status."""
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        if fd > 2 and fd not in kept_fds:
+            with contextlib.suppress(OSError):  # that of the list itself
+                os.close(fd)
+    os.environ.clear()
+    os.environ.update(environment)
+    random.seed()
+    sys.argv = [WIDEEP[-1], *words]
+    _show_as([*WIDEEP, *words], environment)
+    return wideep.main()
+
+
+def _popen(
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    pass_fds: Sequence[int],
+    process_group: int,
+    preexec_fn: Callable[[], None],
+) -> subprocess.Popen[bytes] | children.AdoptedProcess:
+    """Fork a child of a service, instead of starting a new interpreter. It has the arguments of `start_child`."""
+    program, words = tuple(command[: len(WIDEEP)]), command[len(WIDEEP) :]
+    if program != WIDEEP or words[0] not in _FORKED_CHILDREN:
+        return subprocess.Popen(
+            command, env=env, pass_fds=pass_fds, process_group=process_group, preexec_fn=preexec_fn
+        )
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    if pid := os.fork():
+        return children.AdoptedProcess(pid)
+    status = 1
+    try:
+        os.setpgid(0, process_group)
+        _reset_signals()
+        preexec_fn()
+        status = _become(words, env, pass_fds)
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 1
+    except Exception:  # noqa: BLE001 - an interpreter would print it, too
+        traceback.print_exc()
+    finally:
+        _exit(status)
+    raise AssertionError("the process has ended")
+
+
+def _reset_signals() -> None:
+    """Undo the handlers of the parent."""
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _exit(status: int) -> None:
+    """Exit without the clean-up that belongs to the parents."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
+
+
+class _MemoryMap(ctypes.Structure):
+    """`struct prctl_mm_map` of linux/prctl.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in (
+            "start_code", "end_code", "start_data", "end_data", "start_brk", "brk", "start_stack", "arg_start", "arg_end",
+            "env_start", "env_end", "auxv",
+        )),
+        ("auxv_size", ctypes.c_uint32),
+        ("exe_fd", ctypes.c_uint32),
+    )  # fmt: skip
+
+    @classmethod
+    def of_this_process(cls) -> Self:
+        """Read the addresses from /proc."""
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        places = {
+            "start_code": 26,
+            "end_code": 27,
+            "start_stack": 28,
+            "start_data": 45,
+            "end_data": 46,
+            "start_brk": 47,
+        }
+        places |= {"arg_start": 48, "arg_end": 49, "env_start": 50, "env_end": 51}  # proc(5) counts from 1
+        sbrk = ctypes.CDLL(None).sbrk
+        sbrk.restype = ctypes.c_uint64
+        values = {name: int(fields[place - 3]) for name, place in places.items()}
+        return cls(**values, brk=sbrk(0), exe_fd=2**32 - 1)
+
+    def apply(self) -> bool:
+        """Return whether the kernel took it; it needs CONFIG_CHECKPOINT_RESTORE."""
+        arguments = _PR_SET_MM_MAP, ctypes.byref(self), ctypes.c_ulong(ctypes.sizeof(self)), 0
+        return bool(ctypes.CDLL(None).prctl(_PR_SET_MM, *arguments) == 0)
+
+
+_shown: list[ctypes.Array[ctypes.c_char]] = []  # the memory that /proc shows
+
+
+def _show_as(words: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Make /proc show a command line and an environment."""
+    parts = words, [f"{name}={value}" for name, value in environment.items()]
+    contents = [b"".join(word.encode() + b"\0" for word in part) for part in parts]
+    _shown.extend(ctypes.create_string_buffer(content, len(content)) for content in contents)
+    arguments, variables = map(ctypes.addressof, _shown[-2:])
+    memory = _MemoryMap.of_this_process()
+    memory.arg_start, memory.arg_end = arguments, arguments + len(contents[0])
+    memory.env_start, memory.env_end = variables, variables + len(contents[1])
+    memory.apply()
+
+
+def _import(kind: Kind) -> None:
+    """Import what commands of a kind need."""
+    if kind == Kind.SERVICE:
+        for name in ("serve", "launcher", "worker", "supervisor", "rank.engine"):
+            importlib.import_module(f"server.serve.{name}")
+    importlib.import_module("server.serve.front.front_main")._import_http_service()
+    children.subprocess = SimpleNamespace(Popen=_popen)  # type: ignore[assignment, attr-defined]
+
+
+def main() -> int:
+    """Import what commands need, and fork them until the test process ends. A command returns from here, too."""
+    _import(Kind(sys.argv[1]))
+    gc.freeze()
+    orders = socket.socket(fileno=int(sys.argv[2]))
+    forked = _serve(orders)
+    orders.detach()  # a command closes all descriptors
+    return 0 if forked is None else _run(*forked)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
