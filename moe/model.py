@@ -114,6 +114,7 @@ class Model:
         quantization: str | None = None,
         num_spare: int = 0,
         most_adapters: int = 0,
+        lora_dtype: str = "auto",
         checkpoint: Checkpoint | None = None,
         report: Report = lambda _stage, _done, _total: None,
     ) -> None:
@@ -130,6 +131,7 @@ class Model:
             quantization: int8 or int4: quantise experts and linear layers to this while they are read.
             num_spare: Number of experts that may move to this rank at once; see `Backend.open_experts`.
             most_adapters: Most adapters to keep in memory, if the step has places for them.
+            lora_dtype: float32 or bfloat16: type to which their factors are rounded. auto: bfloat16, unless the weights are float32.
             checkpoint: Source of the weights. None means the skeleton's directory.
             report: Called while weights are read, with (stage, bytes done, total bytes).
 
@@ -169,7 +171,12 @@ class Model:
         if step.num_adapters:
             held = local_LS.tolist()
             self.adapters = AdapterBank(
-                self.net, skeleton.experts, self.layers, held, most_loaded=most_adapters
+                self.net,
+                skeleton.experts,
+                self.layers,
+                held,
+                most_loaded=most_adapters,
+                dtype=_factor_dtype(lora_dtype, dtype, self.checkpoint),
             )
         self.checkpoint.release_memory()
         self._body = KeptBody(self.net)
@@ -477,3 +484,13 @@ class Model:
     def reserved_expert_bytes(self) -> int:
         """Bytes of this rank's slots, including empty ones and the kernels' padding."""
         return sum(layer.up.num_bytes + layer.down.num_bytes for layer in self.layers)
+
+
+def _factor_dtype(lora_dtype: str, dtype: str, checkpoint: Checkpoint) -> torch.dtype:
+    """Return the type of adapters' factors. Without a given type, the checkpoint's largest tensor decides."""
+    wanted = dtype if lora_dtype == "auto" else lora_dtype
+    if wanted == "auto":
+        wanted = {"F32": "float32"}.get(
+            checkpoint.dtype(max(checkpoint.names(), key=checkpoint.num_bytes)), "bfloat16"
+        )
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[wanted]

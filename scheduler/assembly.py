@@ -406,6 +406,7 @@ def _load_model(config: EngineConfig, prepared: _Prepared, start: Start, report:
         quantization=config.quantization,
         num_spare=_num_spare(config, start.placement),
         most_adapters=config.most_adapters,
+        lora_dtype=config.lora_dtype,
         checkpoint=open_checkpoint(config, prepared.skeleton),
         report=report,
     )

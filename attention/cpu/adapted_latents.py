@@ -15,7 +15,10 @@ from attention.cpu.tiles import LANES, TILES_VERSION
 from dispatch.compiled.native import floats, words
 from dispatch.compiled.team import Kernel
 
-_ENTRY_BYTES = 24  # addresses of A [L, W] and B [R, H * (U + V)], and R
+# Words of an adapter's entry in a table (`moe.lora.tables`): addresses of A [L, W] and B [R, H * (U + V)], R, and the factors' scale and
+# type, which are 1 and float32 here.
+ENTRY_WORDS = 4
+_ENTRY_BYTES = 8 * ENTRY_WORDS
 
 
 @njit(nogil=True)

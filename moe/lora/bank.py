@@ -65,7 +65,8 @@ class AdapterBank:
     """The adapters of one rank's model."""
 
     def __init__(
-        self, net: Any, experts: Mapping[str, Any], layers: Sequence[ExpertLayer], held: Held, *, most_loaded: int
+        self, net: Any, experts: Mapping[str, Any], layers: Sequence[ExpertLayer], held: Held, *, most_loaded: int,
+        dtype: torch.dtype = torch.float32,
     ) -> None:  # fmt: skip
         """Take a loaded model with tables for its weights.
 
@@ -73,6 +74,7 @@ class AdapterBank:
             net: The model. experts: Its experts modules by path; `layers` are theirs.
             held: Experts of this rank's slots.
             most_loaded: Most adapters to keep in memory.
+            dtype: Type of their factors, float32 or bfloat16.
         """
         self._weights, self._embeddings = _adapted_weights(net)
         self._absorbed = {
@@ -83,7 +85,7 @@ class AdapterBank:
         self._layers = [_AdaptedLayer(path, layer) for path, layer in zip(experts, layers, strict=True)]
         self.targets = _targets(self._weights, self._embeddings, self._absorbed, experts, layers)
         self._held: Held = [list(row) for row in held]
-        self._most_loaded = most_loaded
+        self._most_loaded, self._dtype = most_loaded, dtype
         self._lock = threading.Lock()
         # By digest, the least recently used first.
         self._loaded: OrderedDict[str, LoadedAdapter] = OrderedDict()
@@ -110,7 +112,7 @@ class AdapterBank:
                 raise AdapterError(
                     f"{directory} holds another adapter on this rank: its digest is {files.digest}, not {digest}"
                 )
-            found = LoadedAdapter(files, self.targets, self._base_rows)
+            found = LoadedAdapter(files, self.targets, self._base_rows, self._dtype)
         self._read(found, held)
         with self._lock:
             self._loaded[digest] = found
@@ -250,7 +252,8 @@ class AdapterBank:
         for path, weight in self._weights.items():
             _table(weight.adapters).put(place, None if adapter is None else adapter.linears.get(path))
         for path, module in self._absorbed.items():
-            module.absorbed_adapters.put(place, None if adapter is None else adapter.linears.get(path))
+            factors = None if adapter is None else adapter.linears.get(path)
+            module.absorbed_adapters.put(place, None if factors is None else factors.scaled())
         for path, weight in self._embeddings.items():
             _table(weight.embedded_adapters).put(
                 place, None if adapter is None else adapter.embeddings.get(path)

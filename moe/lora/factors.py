@@ -43,17 +43,22 @@ class LoadedAdapter:
     """
 
     def __init__(
-        self, files: AdapterFiles, targets: Targets, base_rows: Callable[[str], Tensor | None]
+        self,
+        files: AdapterFiles,
+        targets: Targets,
+        base_rows: Callable[[str], Tensor | None],
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         """Check the adapter against the model and read everything but experts.
 
         Args:
             base_rows: Returns the values of an adapted module's base weight, or None if they are not known.
+            dtype: Type to which factors are rounded, float32 or bfloat16.
 
         Raises:
             AdapterError: The adapter does not fit the model, or its file cannot be read.
         """
-        self.files, self._targets = files, targets
+        self.files, self._targets, self._dtype = files, targets, dtype
         paths = targets.resolve(files)
         self._stamp = _stamp_of(files)
         self._lock = threading.Lock()
@@ -65,10 +70,11 @@ class LoadedAdapter:
             for product, path in paths.items():
                 if product.layout is FactorLayout.LINEAR:
                     a_RK, b_NR = read(product.a), read(product.b)
-                    self.linears[path] = factors_of(a_RK, b_NR, product.scale)
+                    self.linears[path] = factors_of(a_RK, b_NR, product.scale, dtype)
                 elif product.layout is FactorLayout.EMBEDDING:
                     # A row of A's transpose per id: it is looked up, and only B is multiplied.
-                    self.embeddings[path] = factors_of(read(product.a), read(product.b), product.scale)
+                    a_RV, b_NR = read(product.a), read(product.b)
+                    self.embeddings[path] = factors_of(a_RV, b_NR, product.scale, dtype)
                 else:
                     self._of_experts[path].append(product)
             for copy in files.base_copies:
@@ -122,30 +128,31 @@ class LoadedAdapter:
                 of_expert = {**cut, **{each: _cutter(each, shape, read) for each in singles.get(expert, ())}}
                 up = [take(expert) for product, take in of_expert.items() if product.leaf not in _DOWN]
                 down = [take(expert) for product, take in of_expert.items() if product.leaf in _DOWN]
-                found.append(ExpertFactors(_joined(up), _joined(down)))
+                found.append(ExpertFactors(_joined(up, self._dtype), _joined(down, self._dtype)))
         return found
 
 
 class _Piece(NamedTuple):
     a_RK: Tensor
-    b_NR: Tensor  # includes the scale
+    b_NR: Tensor
+    scale: float
 
 
 def _cutter(
     product: LowRank, shape: LayerExperts, read: Callable[[FileTensor], Tensor]
 ) -> Callable[[int], _Piece]:
     """Return a function that cuts an expert's part out of a product's tensors."""
-    a, b = read(product.a), read(product.b) * product.scale
+    a, b, scale = read(product.a), read(product.b), product.scale
     if product.layout is FactorLayout.SINGLE:
-        return lambda _expert: _Piece(a, _placed(b, product.leaf, shape))
+        return lambda _expert: _Piece(a, _placed(b, product.leaf, shape), scale)
     if product.layout is FactorLayout.FUSED:
         a_ERK = a.view(shape.num_experts, product.rank, -1)
         b_NRE = b.view(-1, product.rank, shape.num_experts)
-        return lambda expert: _Piece(a_ERK[expert], b_NRE[..., expert])
+        return lambda expert: _Piece(a_ERK[expert], b_NRE[..., expert], scale)
 
     def stacked(expert: int) -> _Piece:
         of_a, of_b = (each[expert if len(each) > 1 else 0] for each in (a, b))
-        return _Piece(of_a, _placed(of_b, product.leaf, shape))
+        return _Piece(of_a, _placed(of_b, product.leaf, shape), scale)
 
     return stacked
 
@@ -163,12 +170,15 @@ def _placed(b_IR: Tensor, leaf: str, shape: LayerExperts) -> Tensor:
     return b_NR
 
 
-def _joined(pieces: Sequence[_Piece]) -> Factors | None:
+def _joined(pieces: Sequence[_Piece], dtype: torch.dtype) -> Factors | None:
+    """Join what an adapter adds to a product. If its parts have different scales, B includes them."""
     if not pieces:
         return None
-    return factors_of(
-        torch.cat([each.a_RK for each in pieces]), torch.cat([each.b_NR for each in pieces], dim=1), 1.0
-    )
+    scale = pieces[0].scale
+    if any(each.scale != scale for each in pieces):
+        scale, pieces = 1.0, [each._replace(b_NR=each.b_NR * each.scale) for each in pieces]
+    a_RK, b_NR = torch.cat([each.a_RK for each in pieces]), torch.cat([each.b_NR for each in pieces], dim=1)
+    return factors_of(a_RK, b_NR, scale, dtype)
 
 
 @contextmanager

@@ -1,8 +1,9 @@
-"""Tables of low-rank factors for kernels: addresses of A and B for each place.
+"""Tables of low-rank factors for kernels: addresses of A and B for each place, and what they are multiplied with.
 
 A place is one of the adapters that may be used in a step. A table has an entry for each place, or for each (place, slot) of experts.
 Kernels read the entries at a fixed address. An entry without factors adds nothing. Entries change between steps only; they keep their
-factors alive.
+factors alive. The words of an entry are the addresses of A and B, the rank, and a word with the scale (float32) in its lower half and 1 for
+bfloat16 in its upper half.
 
 Legend: K input features, N output features, R rank (rounded up to W, a multiple of a vector), P places, S slots.
 """
@@ -14,37 +15,42 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attention.cpu.adapted_latents import ENTRY_WORDS
 from attention.cpu.tiles import LANES
 
-ENTRY_WORDS = 3  # addresses of A and B, rank
 NO_ADAPTER = -1  # of a row
 
 
 class Factors(NamedTuple):
-    """A low-rank product `x @ a @ b`."""
+    """A low-rank product `scale * (x @ a) @ b`. Both tensors are float32, or both bfloat16."""
 
-    a_KW: Tensor  # float32, contiguous; columns after R are zero
-    b_RN: Tensor  # float32, contiguous; includes the scale
+    a_KW: Tensor  # contiguous; columns after R are zero
+    b_RN: Tensor  # contiguous
+    scale: float = 1.0
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of both."""
-        return sum(each.numel() * each.element_size() for each in self)
+        """Bytes of both tensors."""
+        return self.a_KW.nbytes + self.b_RN.nbytes
+
+    def scaled(self) -> "Factors":
+        """Return the factors in float32, with B times the scale."""
+        return Factors(self.a_KW.float(), self.b_RN.float() * self.scale)
 
 
-def factors_of(a_RK: Tensor, b_NR: Tensor, scale: float) -> Factors:
-    """Lay out a product for the kernels. `a_RK` and `b_NR` are of any floating type."""
+def factors_of(a_RK: Tensor, b_NR: Tensor, scale: float, dtype: torch.dtype = torch.float32) -> Factors:
+    """Lay out a product for the kernels. `a_RK` and `b_NR` are of any floating type, and are rounded to `dtype`."""
     rank, width = a_RK.shape
-    a_KW = torch.zeros(width, -(-rank // LANES) * LANES)
-    a_KW[:, :rank] = a_RK.float().t()
-    return Factors(a_KW, (b_NR.float() * scale).t().contiguous())
+    a_KW = torch.zeros(width, -(-rank // LANES) * LANES, dtype=dtype)
+    a_KW[:, :rank] = a_RK.t()
+    return Factors(a_KW, b_NR.to(dtype).t().contiguous(), scale)
 
 
 class FactorTable:
     """Entries in a fixed order.
 
     Attributes:
-        words: int64 [entries, 3], read by kernels.
+        words: int64 [entries, 4], read by kernels.
     """
 
     def __init__(self, num_entries: int) -> None:
@@ -71,7 +77,10 @@ class FactorTable:
         if factors is None:
             self.words[entry] = 0
         else:
-            self.words[entry] = factors.a_KW.data_ptr(), factors.b_RN.data_ptr(), len(factors.b_RN)
+            scale = int(np.float32(factors.scale).view(np.uint32))
+            is_bf16 = factors.b_RN.dtype is torch.bfloat16
+            addresses = factors.a_KW.data_ptr(), factors.b_RN.data_ptr()
+            self.words[entry] = *addresses, len(factors.b_RN), scale | is_bf16 << 32
 
 
 class ExpertAdapters:

@@ -97,6 +97,7 @@ class EngineSettings:
     max_loras: int = 8  # adapters that may be used in the same step
     max_lora_rank: int = 64
     max_cpu_loras: int | None = None  # adapters that a rank keeps in memory; None means twice `max_loras`
+    lora_dtype: str = "auto"  # of their factors; see `moe.model.Model`
     kv_offloading_bytes: int = 0  # of host memory for KV blocks, shared by the ranks of a node; 0: none
     kv_offloading_dir: str | None = None  # for KV blocks on a disk; None: none
     kv_offloading_disk_bytes: int = 0  # most bytes in that directory

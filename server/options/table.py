@@ -713,6 +713,10 @@ class Options:
         ADAPTERS, "--max-cpu-loras", read=whole(1), metavar="N", default_text="twice --max-loras",
         help="maximum number of adapters that a rank keeps in memory; others are read from their files again",
     ))  # fmt: skip
+    engine_lora_dtype = row(flag(
+        ADAPTERS, "--lora-dtype", read=one_of("auto", "float32", "bfloat16"), metavar="{auto,float32,bfloat16}",
+        help="type to which the values of adapters are rounded on CPUs; auto is bfloat16 unless the model's weights are float32",
+    ))  # fmt: skip
 
     log: LogOptions = field(default=LogOptions())
     # The cluster key that `wideep serve` generates for the processes of one start. No flag or command line contains it.

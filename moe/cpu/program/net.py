@@ -170,12 +170,20 @@ class NetProgram:
         decoder: Any = body_of(net)
         self._angles, embedding = AngleTable(decoder.rotary_emb), decoder.embed_tokens.weight
         room, D, E = activations.room, embedding.in_dim, self._angles.dims
-        self._projection = Projection(net.get_output_embeddings().weight, room("final", D), activations)
+        head = net.get_output_embeddings().weight
+        self._adapters_of_ends = embedding.embedded_adapters, head.adapters
+        self._projection = Projection(head, room("final", D), activations)
         before = [
             embed_row(embedding, room("hidden", D), step),
             self._angles.row(step, room("cosines", E), room("sines", E)),
         ]
         self._program = StepProgram(layers, norm, step, activations, Ends(before, self._projection.rows))
+
+    def _adapts_ends(self) -> bool:
+        """Return whether adapters may change the embedding or the output projection: modules apply these, no program does."""
+        return self._step.has_adapters and not all(
+            each is None or each.is_empty for each in self._adapters_of_ends
+        )
 
     def forward(
         self, *more: Any, input_ids: Any = None, logits_to_keep: Any = None, pages: Any = None, **options: Any
@@ -185,8 +193,9 @@ class NetProgram:
         Collective.
         """
         program, step = self._program, self._step
-        # Adapters of embedding and output projection are applied by their modules; the decoder stays a program.
-        is_known = not more and pages is not None and not options.keys() - _ANSWERED and not step.has_adapters
+        is_known = (
+            not more and pages is not None and not options.keys() - _ANSWERED and not self._adapts_ends()
+        )
         if not is_known or not isinstance(logits_to_keep, Tensor) or program.wants_samples:
             net: Any = self._net()
             return type(net).forward(

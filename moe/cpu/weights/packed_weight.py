@@ -149,7 +149,8 @@ class PackedWeight(KernelWeight):
                 continue
             # The identity as A: the looked-up row is multiplied with B in the order of any other product.
             once = FactorTable(1)
-            once.put(0, factors._replace(a_KW=torch.eye(factors.a_KW.shape[1])))
+            a_KW = factors.a_KW
+            once.put(0, factors._replace(a_KW=torch.eye(a_KW.shape[1], dtype=a_KW.dtype)))
             chosen_T = torch.where(self.step.adapter_T[:real] == place, 0, -1)
-            adapt(factors.a_KW[ids_T[:real]], chosen_T, once, rows_TK, None)
+            adapt(a_KW[ids_T[:real]].float(), chosen_T, once, rows_TK, None)
         return rows_TK

@@ -22,7 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moe.lora.tables import ENTRY_WORDS, Factors, FactorTable
+from attention.cpu.adapted_latents import ENTRY_WORDS
+from moe.lora.tables import Factors, FactorTable
 
 ROWS, RANKS, COLUMNS, INNER = 16, 16, 64, 64  # of a tile
 CHUNK = 1024  # inputs of one program of `shrink_rows`
@@ -135,7 +136,8 @@ class DeviceFactorTable(FactorTable):
 
     def put(self, entry: int, factors: Factors | None) -> None:
         if factors is not None:
-            factors = Factors(*(each.to(self._device) for each in factors))
+            scaled = factors.scaled()
+            factors = Factors(scaled.a_KW.to(self._device), scaled.b_RN.to(self._device))
         super().put(entry, factors)
         self._is_new, self.most_rank = True, int(self.words[:, 2].max())
 

@@ -165,7 +165,6 @@ _MODEL = (
     *harmless(
         LORA_LAYOUTS, switches="--enable-mixed-moe-lora-format --enable-moe-shared-loras --fully-sharded-loras --specialize-active-lora",
     ),
-    *harmless("adapters are multiplied in float32", fits=of("auto", "float32"), values="--lora-dtype"),
 )  # fmt: skip
 _MEDIA = (
     *harmless(
@@ -432,10 +431,11 @@ SAME_AS_VLLM = (
     "--gpu-memory-utilization --kv-cache-memory-bytes --kv-cache-dtype --kv-offloading-size --enable-prefix-caching --mamba-cache-mode --max-num-seqs "
     "--max-num-batched-tokens --max-num-queued-reqs --scheduling-policy --enforce-eager --log-level --uvicorn-log-level --enable-log-requests "
     "--disable-uvicorn-access-log --disable-access-log-for-endpoints --otlp-traces-endpoint --disable-log-stats "
-    "--speculative-config -sc --enable-lora --lora-modules --max-loras --max-lora-rank --max-cpu-loras --lora-target-modules --allowed-media-domains --allowed-local-media-path --limit-mm-per-prompt --mm-processor-cache-gb "
+    "--speculative-config -sc --enable-lora --lora-modules --max-loras --max-lora-rank --max-cpu-loras --lora-dtype --lora-target-modules --allowed-media-domains --allowed-local-media-path --limit-mm-per-prompt --mm-processor-cache-gb "
     "--language-model-only"
 )
 DIFFERS_FROM_VLLM = {  # flag of the same name -> the difference
+    "--lora-dtype": "auto, float32 or bfloat16; ranks on GPUs store float32",
     "--limit-mm-per-prompt": "the default is 16 images; video and audio are not supported",
     "--mm-processor-cache-gb": "the default is 1; the cache holds the rows of images, in the front's memory",
     "--host": "the default is 127.0.0.1, this machine only",

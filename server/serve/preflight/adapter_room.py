@@ -25,7 +25,7 @@ from server.serve.preflight.memory import (
 from server.serve.preflight.model import read_config, read_headers
 
 RANK_STEP = 16  # ranks are rounded up to a multiple of this
-_NUMBER_BYTES = 4
+_MOST_NUMBER_BYTES = 4  # of a value of an adapter
 EXPERTS = "experts"  # name of all routed experts of a layer among the adapted modules
 # On a GPU, of a pair of row and expert, for each inner feature: the first product without a gate, twice; its float32 form; the gate.
 _PAIR_BYTES = 2 * 2 + 2 * 4 + 3 * 4 + 2
@@ -59,7 +59,8 @@ class AdaptedFeatures(NamedTuple):
                 engine.max_loras,
                 (engine.max_num_batched_tokens or 0) * self.pairs * _PAIR_BYTES,
             )
-        return step_bytes + kept * rank * (self.shared + num_slots * self.slot) * _NUMBER_BYTES
+        number_bytes = 2 if engine.lora_dtype == "bfloat16" and not on_gpu else _MOST_NUMBER_BYTES
+        return step_bytes + kept * rank * (self.shared + num_slots * self.slot) * number_bytes
 
 
 NO_FEATURES = AdaptedFeatures(0, 0)

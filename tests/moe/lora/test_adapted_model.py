@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from moe.expert_weights import SpareSlots
 from moe.lora.adapter_config import AdapterError
 from moe.lora.adapter_files import read_adapter
+from moe.lora.factors import _joined, _Piece
 from scheduler.assembly import Assembled
 from scheduler.policy.config import ConfigError
 from tests.conftest import PoolOf
@@ -62,12 +63,14 @@ class Answers(NamedTuple):
     tokens: dict[str, list[int]]  # greedy, by request
 
 
-def make_case(family: str, root: Path, layouts: Sequence[str] = (FUSED, SINGLE)) -> Case:
+def make_case(
+    family: str, root: Path, layouts: Sequence[str] = (FUSED, SINGLE), *, modules: Sequence[str] = (), **how: Any
+) -> Case:  # fmt: skip
     model = write_checkpoint(family, root / "model")
     adapters = [
         write_adapter(
-            root / f"adapter{index}", model, modules=MODULES[family], experts=layout, rank=4 + 13 * index, seed=index,
-            use_rslora=index == 1,
+            root / f"adapter{index}", model, modules=modules or MODULES[family], experts=layout, rank=4 + 13 * index, seed=index,
+            use_rslora=index == 1, **how,
         )
         for index, layout in enumerate(layouts)
     ]  # fmt: skip
@@ -151,6 +154,42 @@ def check(case: Case, answers: Sequence[Answers]) -> None:
 def test_one_batch_mixes_adapters_and_plain_rows(family: str, tmp_path: Path) -> None:
     case = make_case(family, tmp_path)
     check(case, [answer(case.directory, case.paths, {})])
+
+
+def test_adapters_that_leave_embedding_and_head_alone_run_in_one_program(tmp_path: Path) -> None:
+    case = make_case("qwen3_moe", tmp_path, modules=ATTENTION)
+    check(case, [answer(case.directory, case.paths, {})])
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", *(pytest.param(each, marks=SLOW) for each in ("deepseek_v3", "gpt_oss"))]
+)
+def test_values_of_bfloat16_files_are_exact_in_bfloat16(family: str, tmp_path: Path) -> None:
+    case = make_case(family, tmp_path, dtype=torch.bfloat16)
+    check(case, [answer(case.directory, case.paths, {"lora_dtype": "bfloat16"})])
+
+
+@pytest.mark.parametrize(
+    ("settings", "size"),
+    [({}, 4), ({"lora_dtype": "bfloat16"}, 2), ({"dtype": "bfloat16"}, 2), ({"dtype": "bfloat16", "lora_dtype": "float32"}, 4)],
+)  # fmt: skip
+def test_the_type_of_the_weights_is_that_of_adapters_unless_another_is_given(
+    settings: dict[str, str], size: int, tmp_path: Path
+) -> None:
+    (path,) = make_case("qwen3_moe", tmp_path, [FUSED]).paths
+    bank = build(tmp_path / "model", enable_lora=True, max_loras=1, **settings).model.adapters
+    assert bank is not None
+    loaded = bank.load(path, read_adapter(path).digest, max_rank=64)
+    numbers = sum(each.a_KW.numel() + each.b_RN.numel() for each in loaded.linears.values())
+    assert sum(each.num_bytes for each in loaded.linears.values()) == size * numbers
+
+
+def test_a_product_s_parts_may_have_different_scales() -> None:
+    pieces = [_Piece(torch.randn(3, 8), torch.randn(6, 3), scale) for scale in (0.5, 2.0)]
+    joined = _joined(pieces, torch.float32)
+    assert joined is not None
+    wanted = sum(each.scale * each.b_NR @ each.a_RK for each in pieces)
+    assert torch.allclose(joined.scale * (joined.a_KW[:, :6] @ joined.b_RN).t(), wanted, atol=1e-5)
 
 
 @SLOW

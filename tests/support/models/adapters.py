@@ -38,9 +38,10 @@ def write_adapter(
     rank: int = 4,
     alpha: float = 8.0,
     seed: int = 0,
+    dtype: torch.dtype = torch.float32,
     **settings: Any,
 ) -> DrawnAdapter:
-    """Draw and write an adapter.
+    """Draw and write an adapter. `dtype` is the type of its tensors.
 
     Args:
         modules: Ends of the names of adapted modules: linear layers, routers, embeddings.
@@ -52,7 +53,7 @@ def write_adapter(
     scale = alpha / rank**0.5 if settings.get("use_rslora") else alpha / rank
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator) * _SPREAD
+        return (torch.randn(shape, generator=generator) * _SPREAD).to(dtype).float()
 
     for name, module in model.named_modules():
         if name.rpartition(".")[2] in modules and hasattr(module, "weight"):
@@ -67,7 +68,7 @@ def write_adapter(
     directory.mkdir(parents=True)
     (directory / "adapter_config.json").write_text(json.dumps(fields))
     save_file(
-        {PREFIX + name: each.contiguous() for name, each in tensors.items()},
+        {PREFIX + name: each.to(dtype).contiguous() for name, each in tensors.items()},
         directory / "adapter_model.safetensors",
     )
     return drawn

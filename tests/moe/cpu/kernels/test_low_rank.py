@@ -12,22 +12,26 @@ from moe.lora.tables import FactorTable, factors_of
 K, N = 37, 50
 
 
-def table_of(*ranks: int) -> tuple[FactorTable, list[Tensor]]:
-    """Return a table with a place for each rank, and the dense weights [N, K]. Rank 0: an empty place."""
+def table_of(*ranks: int, n: int = N, dtype: torch.dtype = torch.float32) -> tuple[FactorTable, list[Tensor]]:
+    """Return a table with a place for each rank, and the dense weights [n, K]. Rank 0: an empty place."""
     generator = torch.Generator().manual_seed(len(ranks))
     table, dense = FactorTable(len(ranks)), []
     for place, rank in enumerate(ranks):
-        a, b = torch.randn(rank, K, generator=generator), torch.randn(N, rank, generator=generator)
+        a, b = torch.randn(rank, K, generator=generator), torch.randn(n, rank, generator=generator)
         if rank:
-            table.put(place, factors_of(a, b, 0.5))
-        dense.append(0.5 * b @ a)
+            table.put(place, factors_of(a, b, 0.7, dtype))
+        dense.append(0.7 * b.to(dtype).float() @ a.to(dtype).float())
     return table, dense
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n", [5, N, 130])
 @pytest.mark.parametrize("ranks", [(1, 0, 3), (16, 17, 40)])
-def test_every_row_gets_its_adapter_s_product(ranks: tuple[int, ...], two_threads: Team) -> None:
-    table, dense = table_of(*ranks)
-    x, before = torch.randn(9, K), torch.randn(9, N)
+def test_every_row_gets_its_adapter_s_product(
+    ranks: tuple[int, ...], n: int, dtype: torch.dtype, two_threads: Team
+) -> None:
+    table, dense = table_of(*ranks, n=n, dtype=dtype)
+    x, before = torch.randn(9, K), torch.randn(9, n)
     places = torch.tensor([-1, 0, 1, 2, 2, -1, 0, 1, -1])
     out = before.clone()
     adapt(x, places, table, out, two_threads)
