@@ -6,7 +6,8 @@ take 1 or 8 adapters in turn. Rows without an adapter are first checked to have 
 
 Expected bound: the products of an adapter of rank r add r * (inputs + outputs) to inputs * outputs of a matrix, and read as many values.
 
-Run: `python -m benchmarks.adapters [--batch 1,16] [--adapters 1,8] [--rank 16] [--layers 8] [--threads 2] [--context 150] [--save]`.
+Run: `python -m benchmarks.adapters [--batch 1,16] [--adapters 1,8] [--rank 16] [--dtype bfloat16] [--lora-dtype auto] [--layers 8]
+[--threads 2] [--context 150] [--dense-only] [--save]`.
 """
 
 import argparse
@@ -50,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--context", type=int, default=150)
-    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"))
+    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16"))
     parser.add_argument("--lora-dtype", default="auto", choices=("auto", "float32", "bfloat16"))
     parser.add_argument("--dense-only", action="store_true", help="adapters of attention only")
     parser.add_argument(
