@@ -12,6 +12,7 @@ Run: `python -m benchmarks.adapters [--batch 1,16] [--adapters 1,8] [--rank 16] 
 
 import argparse
 import json
+import random
 import statistics
 import sys
 import tempfile
@@ -164,7 +165,7 @@ def check_bits(plain: Assembled, adapted: Assembled, batch: int, context: int) -
 def measure(
     plain: Assembled, adapted: Assembled, batch: int, context: int, counts: list[int]
 ) -> dict[str, float]:
-    """Return the median milliseconds of each kind of step; all are measured in turn."""
+    """Return the median milliseconds of each kind of step; all are measured in turn, in random order."""
     cache = _cache(adapted, batch, context)
     runs: dict[str, Callable[[], None]] = {
         "base": decode(plain, _cache(plain, batch, context), batch, context),
@@ -175,8 +176,9 @@ def measure(
         },
     }
     times: dict[str, list[float]] = {name: [] for name in runs}
+    shuffled = random.Random(0)
     for turn in range(_WARM_UPS + _STEPS):
-        for name, run in runs.items():
+        for name, run in shuffled.sample(list(runs.items()), len(runs)):
             for _ in range(_ALIKE):
                 run()
             begun_s = time.perf_counter()
