@@ -2,7 +2,8 @@
 
 The leading front may be killed and restarted on its node. The standby then waits for it. The node is lost if torchrun's agent there is
 gone, because every process of the service on that node ends with it. Its port refuses connections then, or does not answer
-if the machine or its link is gone. A front that ends in order announces it, and the standby does not take over.
+if the machine or its link is gone. After seconds without an answer of that machine, one short attempt to connect confirms it. A front that
+ends in order announces it, and the standby does not take over.
 
 If only the link between the nodes is cut, both sides are alive, and both serve with the ranks that they reach. When the link is back,
 the standby's front ends the other one. Rejected: a majority of nodes, which a service of two nodes does not have.
@@ -41,6 +42,7 @@ from server.machine.whole_files import replace_text
 from server.serve.store.meeting import Endpoint
 
 AGENT_S = 2.0  # for torchrun's agent to accept a connection; its kernel does that even if the machine is busy
+_SILENT_AGENT_S = 0.5  # the same, right after that machine has left probes unanswered for seconds
 RETRY_S = 0.1
 _FRONT_S = 0.5  # for the leading front to accept a connection
 _FIRST, _TAKEN_OVER = "first.json", "taken_over"  # in the standby's folder, next to the copies
@@ -90,7 +92,7 @@ class Following:
         self._first, self._copies, self._key = first, copies, cluster_key
         self._silence_s = silence_s
         self._call: grpc.Call | None = None
-        self._is_stopped = threading.Event()
+        self._is_stopped, self._was_silent = threading.Event(), threading.Event()
 
     def follow(self, say: Callable[[str], None]) -> str | None:
         """Follow the leading front until its node is lost, and return why. Returns None if the service ends or after `stop`."""
@@ -100,9 +102,12 @@ class Following:
             while not self._is_stopped.is_set():
                 if self._follow_once(say):
                     return None
+                timeout_s = _SILENT_AGENT_S if self._was_silent.is_set() else AGENT_S
+                self._was_silent.clear()
                 while not self._is_stopped.is_set():
-                    if (why := why_lost(self._first.store)) is not None:
+                    if (why := why_lost(self._first.store, timeout_s)) is not None:
                         return why
+                    timeout_s = AGENT_S
                     with contextlib.suppress(LinkError):
                         reach(self._first.ranks_address, _FRONT_S)
                         self._is_stopped.wait(RETRY_S)
@@ -151,7 +156,8 @@ class Following:
     def _break_silent(self) -> None:
         while not self._is_stopped.wait(LOOK_EVERY_S):
             with contextlib.suppress(OSError):  # no descriptor is free for listing connections
-                break_silent(self._silence_s)
+                if break_silent(self._silence_s):
+                    self._was_silent.set()
 
 
 def _until_none(sent: "queue.SimpleQueue[object]") -> Iterator[object]:
@@ -159,10 +165,10 @@ def _until_none(sent: "queue.SimpleQueue[object]") -> Iterator[object]:
         yield message
 
 
-def why_lost(store: Endpoint) -> str | None:
+def why_lost(store: Endpoint, timeout_s: float = AGENT_S) -> str | None:
     """Return why torchrun's agent on the leading front's node counts as gone, or None if it is there."""
     try:
-        socket.create_connection(store, timeout=AGENT_S).close()
+        socket.create_connection(store, timeout=timeout_s).close()
     except OSError as error:
         return f"torchrun does not answer at {store}: {error.strerror or error}"
     return None

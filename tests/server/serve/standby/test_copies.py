@@ -17,7 +17,9 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from server.link.messages import Copied, FileGone, FilePart, Follow, KeptFile
+from server.link.rank_link import LinkError
 from server.link.ranks import Ranks
+from server.serve.standby import first_front
 from server.serve.standby.first_front import (
     FileCopies,
     FirstFront,
@@ -69,9 +71,11 @@ def _refuse(_message: object) -> Any:
 class Standby:
     """The standby's front as far as it follows."""
 
-    def __init__(self, first: FirstFront, folder: Path, key: bytes | None = None) -> None:
+    def __init__(
+        self, first: FirstFront, folder: Path, key: bytes | None = None, *, silence_s: float = 0.0
+    ) -> None:
         self.copies, self.said = FileCopies(folder), list[str]()
-        self.following = Following(first, self.copies, cluster_key=key, silence_s=0.0)
+        self.following = Following(first, self.copies, cluster_key=key, silence_s=silence_s)
         self.lost = asyncio.create_task(asyncio.to_thread(self.following.follow, self.said.append))
 
     async def close(self) -> None:
@@ -262,6 +266,43 @@ async def test_a_killed_front_is_followed_again_while_its_node_is_there(tmp_path
     async with asyncio.timeout(WITHIN_S):
         why = await standby.lost
     assert why is not None and f"torchrun does not answer at 127.0.0.1:{leading.first.store.port}" in why
+
+
+@pytest.mark.parametrize("is_silent", [True, False])
+@in_a_loop
+async def test_one_short_attempt_to_connect_confirms_that_a_silent_machine_is_lost(
+    is_silent: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits_s, broken = list[float](), threading.Event()
+
+    def look(timeout_s: float) -> int:
+        assert timeout_s == 3.0
+        return int(is_silent and broken.is_set())
+
+    def answers(_store: Endpoint, timeout: float) -> socket.socket:
+        limits_s.append(timeout)
+        if len(limits_s) < 3:  # a stumble of the network
+            return socket.socket()
+        raise TimeoutError("timed out")
+
+    def is_away(*_: object) -> None:
+        raise LinkError("the front is away")
+
+    monkeypatch.setattr(first_front, "break_silent", look)
+    monkeypatch.setattr(first_front, "LOOK_EVERY_S", 0.01)
+    leading = Leading(tmp_path / "first")
+    await leading.serve()
+    standby = Standby(leading.first, tmp_path / "copies", silence_s=3.0)
+    await until(lambda: leading.events == ["standby_follows"])
+    monkeypatch.setattr(socket, "create_connection", answers)
+    monkeypatch.setattr(first_front, "reach", is_away)
+    broken.set()
+    await until(lambda: standby.following._was_silent.is_set() is is_silent)
+    await leading.close()
+    async with asyncio.timeout(WITHIN_S):
+        why = await standby.lost
+    assert why is not None and "timed out" in why
+    assert limits_s == [0.5 if is_silent else 2.0, 2.0, 2.0]
 
 
 @in_a_loop
