@@ -2,8 +2,11 @@
 
 One such process per kind forks all commands of a test process. An order has the words of the command, its directory and its
 environment, with the descriptors of its output and of a socket for its pid and exit status. If the test process ends, so do its
-commands. A forked `serve` forks its launcher, supervisors and engines, too; fronts have modules without torch, so it starts them
-as usual. torchrun, and commands in namespaces of a network, run as usual.
+commands.
+
+A forked `serve` forks its children too. Its fronts find torch imported, which real ones hide; a front of `FrontProcess` comes from a
+process without torch. All other commands start a new interpreter: torchrun, commands in namespaces of a network, those of docs and
+of benchmarks.
 """
 
 import contextlib
