@@ -16,7 +16,7 @@ from benchmarks.serving.processes import exact_cpu_s
 from benchmarks.serving.service import BenchServiceError
 from server.machine.parent_death import die_with_parent
 from server.serve.child_messages import FrontAddresses, announcement
-from server.serve.children import FRONT_VARIABLE, KEPT_VARIABLE
+from server.serve.children import FRONT_VARIABLE, KEPT_VARIABLE, READY_VARIABLE
 from server.serve.preflight.probe import is_healthy
 
 STOP_TIMEOUT_S = 10.0
@@ -80,11 +80,13 @@ class FrontAlone:
         """Start a front, and return its addresses."""
         read_fd, write_fd = os.pipe()
         port = before[0].http.rpartition(":")[2] if before else "0"
-        environment = {KEPT_VARIABLE: self._kept.name} if self._num_fronts > 1 else {}
+        environment = {READY_VARIABLE: str(write_fd)}
+        if self._num_fronts > 1:
+            environment[KEPT_VARIABLE] = self._kept.name
         if before:
             environment[FRONT_VARIABLE] = announcement([before[0]])
         numbered = (f"--front-number={number}",) if number else ()
-        needed = (f"--port={port}", f"--ready-fd={write_fd}", *numbered)
+        needed = (f"--port={port}", *numbered)
         self._start(*command, *needed, log=log, pass_fds=(write_fd,), environment=environment)
         os.close(write_fd)
         with os.fdopen(read_fd) as ready:

@@ -64,6 +64,8 @@ OPTIONS: tuple[tuple[str, int], ...] = (  # gRPC options of both ends
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.max_ping_strikes", 0),  # accept any number of pings without data
     ("grpc.so_reuseport", 0),  # two fronts must not share one port unnoticed
+    # Otherwise a new channel shares the back-off of an old one to the same address, whose front was killed: a second.
+    ("grpc.use_local_subchannel_pool", 1),
 )
 
 

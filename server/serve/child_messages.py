@@ -1,8 +1,8 @@
 """The messages between a supervisor and its children, and the state that a supervisor leaves to its replacement.
 
-A child reports on a pipe, one message per line, as a JSON object with the message's fields. The front writes `FrontAddresses` to
-`--ready-fd`. An engine writes to WIDEEP_READY_FD: `ServiceUrl`; `CacheBytes`; `Ready` when it serves; then `Beat` several times a
-second until `Leaving`. If the beats stop earlier, the engine hangs (`watchdog`): it is killed and restarted.
+A child reports on the pipe of WIDEEP_READY_FD, one message per line, as a JSON object with the message's fields. The front writes
+`FrontAddresses`. An engine writes `ServiceUrl`; `CacheBytes`; `Ready` when it serves; then `Beat` several times a second until `Leaving`.
+If the beats stop earlier, the engine hangs (`watchdog`): it is killed and restarted.
 
 In the other direction a child gets its command line and variables: WIDEEP_FRONT has the front's addresses, for an engine and for
 a replacement front. WIDEEP_KEPT names a folder that outlives a front (answers kept for retries, files). A restarted engine gets

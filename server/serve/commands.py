@@ -27,9 +27,6 @@ def _add_front_flags(parser: argparse.ArgumentParser) -> None:
     add_options(parser)
     parser.add_argument("--ranks", type=int, required=True, metavar="N", help="ranks that will attach")
     parser.add_argument(
-        "--ready-fd", type=int, metavar="FD", help="file descriptor to write the addresses to, as a JSON line"
-    )
-    parser.add_argument(
         "--ranks-host", default="127.0.0.1", help="address for ranks to attach to (default: %(default)s)"
     )
     parser.add_argument(
@@ -45,7 +42,7 @@ def _options(args: argparse.Namespace) -> tuple[Any, ...]:
 
 
 def _front_arguments(args: argparse.Namespace) -> tuple[Any, ...]:
-    return options_from(args), args.ranks, args.ready_fd, args.ranks_host, args.front_number, args.stands_by
+    return options_from(args), args.ranks, args.ranks_host, args.front_number, args.stands_by
 
 
 SERVE = Command(

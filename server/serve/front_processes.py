@@ -2,7 +2,7 @@
 
 Of several fronts, the first one leads. The others start when it has bound its port. They inherit the socket of `--uds` from the
 supervisor, because its path can be bound only once. A front that replaces a killed one gets the announced addresses and binds
-the same ports. The fronts of a standby (`--standby`) start like those of the leading node, and wait until that node is lost.
+the same ports. It is the waiting copy that the killed one has left (`spare`). The fronts of a standby (`--standby`) start like those of the leading node, and wait until that node is lost.
 """
 
 import contextlib
@@ -23,15 +23,23 @@ from server.serve.children import (
 )
 from server.serve.preflight.unix_socket import listening_at
 from server.serve.rank_processes import LAUNCHER_VARIABLE
+from server.serve.spare import Spare
 
 
 class StartFront(Protocol):
-    """Starts a front as a child of the supervisor."""
+    """Starts a front as a child of the supervisor: see `Supervisor._start_or_wake`."""
 
     def __call__(
-        self, name: str, flags: tuple[str, ...], extra: Mapping[str, str], kept_fds: tuple[int, ...]
-    ) -> Child:
-        """Start it with further flags, variables and descriptors."""
+        self,
+        name: str,
+        extra: Mapping[str, str],
+        ready_fd: int,
+        before: Spare | None,
+        *,
+        flags: tuple[str, ...],
+        kept_fds: tuple[int, ...],
+    ) -> tuple[Child, Spare | None]:
+        """Start it with further variables, flags and descriptors, or as the spare of the one before."""
 
 
 class FrontProcesses:
@@ -54,6 +62,8 @@ class FrontProcesses:
         self._num_fronts, self._uds, self._num_ranks = options.api_server_count, options.uds, num_ranks
         self._launcher_fd, self._start_child = environment.get(LAUNCHER_VARIABLE), start
         self.running: dict[int, Child] = {}  # by number
+        self.spares: dict[int, Spare] = {}  # of these, and of those that are to be replaced
+        self._are_prepared = False  # the spares
         self.announced = ""  # the addresses of all fronts, as JSON
         self._addresses: dict[int, FrontAddresses] = {}  # until all are bound
         self._host, self._is_standby = "", False
@@ -81,27 +91,33 @@ class FrontProcesses:
         """Start a front. Returns it and the pipe on which it reports."""
         pipe, name = MessagePipe(), "the front"
         extra = {KEPT_VARIABLE: self._kept_folder(), **self._announcement()}
-        flags = [
-            "--ranks",
-            str(self._num_ranks),
-            "--ready-fd",
-            str(pipe.child_fd),
-            "--ranks-host",
-            self._host,
-        ]
+        flags = ["--ranks", str(self._num_ranks), "--ranks-host", self._host]
         if self._num_fronts > 1:
             name = f"front {number}"
             flags += ["--front-number", str(number)]
         flags += ["--stands-by"] if self._is_standby else []
-        fds = [pipe.child_fd]
+        fds = []
         if self._listener is not None:
             extra[LISTENER_VARIABLE] = str(self._listener.fileno())
             fds.append(self._listener.fileno())
         if self._launcher_fd is not None:
             fds.append(int(self._launcher_fd))
-        front = self.running[number] = self._start_child(name, tuple(flags), extra, tuple(fds))
+        front, spare = self._start_child(
+            name, extra, pipe.child_fd, self.spares.pop(number, None), flags=tuple(flags), kept_fds=tuple(fds)
+        )
         pipe.close_child_end()
+        self.running[number] = front
+        if spare is not None:
+            self.spares[number] = spare
+            if self._are_prepared:
+                spare.prepare()
         return front, pipe
+
+    def prepare_spares(self) -> None:
+        """Let the fronts' spares import their modules, now that nothing waits for the cores."""
+        self._are_prepared = True
+        for spare in self.spares.values():
+            spare.prepare()
 
     def note_bound(self, number: int, addresses: FrontAddresses) -> list[int]:
         """Take the addresses of a front that has bound its sockets, and return the numbers of those to start now.
@@ -123,7 +139,9 @@ class FrontProcesses:
         return self._announcement()
 
     def close(self) -> None:
-        """Remove the socket and the temporary folder, after all fronts have ended."""
+        """End the spares, and remove the socket and the temporary folder, after all fronts have ended."""
+        for spare in self.spares.values():
+            spare.close()
         self._closing.close()
 
     def _announcement(self) -> dict[str, str]:

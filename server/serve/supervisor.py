@@ -9,7 +9,7 @@ after ranks have served is restarted with the same ports and token. The service 
 engine exits with status 0, which only the front requests. `restarts` makes these decisions. The engine starts when all fronts
 (`front_processes`) are bound.
 
-Each engine leaves a waiting copy of itself (`spare`) that replaces it, because importing torch again takes seconds.
+Engines and fronts leave waiting copies of themselves (`spare`) that replace them, because imports take seconds.
 
 If a supervisor is killed, its children end with it. If the launcher restarts the supervisor (`launcher`), it reads its state
 from a file and starts its children as after a restart. `child_messages` defines the state and the protocol with the children.
@@ -59,8 +59,8 @@ from server.serve.children import (
 )
 from server.serve.error_file import ERROR_FILE, LAST, write_absence, write_failure
 from server.serve.front_processes import FrontProcesses
-from server.serve.rank.spare import SPARE_VARIABLE, Spare, StartOrder
 from server.serve.restarts import Next, RestartPolicy
+from server.serve.spare import SPARE_VARIABLE, Spare, StartOrder
 from server.serve.store.rendezvous import RESTARTS_VARIABLE, Place
 from server.serve.watchdog import Watchdog
 
@@ -114,7 +114,7 @@ class Supervisor:
             options,
             num_ranks=place.world_size,
             environment=environment,
-            start=partial(self._start, commands.front, stop_signal=END_NOW_SIGNAL),
+            start=partial(self._start_or_wake, commands.front, stop_signal=END_NOW_SIGNAL),
             kept=None if self._state_path is None else self._state_path.with_name("kept"),
         )
         if self._state_path is not None and self._state_path.exists():
@@ -159,7 +159,7 @@ class Supervisor:
             front_host: How other nodes reach the front that runs here; None if none does.
             is_standby: Whether it is the standby's front.
         """
-        adopt_orphans()  # the spares of engines
+        adopt_orphans()  # the spares of engines and fronts
         self._watch(stop_signals.fd, lambda: self._on_stop(stop_signals.take()))
         self._watch(parent_fd, self._on_parent_end)
         try:
@@ -258,45 +258,51 @@ class Supervisor:
         if self._place.rank == 0 and not num_restarts and SCREEN_VARIABLE not in self._environment:
             say("wideep: loading torch and transformers")
         name = f"rank {self._place.rank}'s engine"
-        spare = Spare() if self._options.max_rank_restarts else None
-        fds = {READY_VARIABLE: pipe.child_fd} | ({SPARE_VARIABLE: spare.engines_fd} if spare else {})
-        engine = self._wake_spare(name, StartOrder(handed_on(self._options)[1], extra), tuple(fds.values()))
-        if engine is None:
-            extra |= {variable: str(fd) for variable, fd in fds.items()}
-            engine = self._start(self._commands.engine, name, (), extra, tuple(fds.values()))
+        engine, self._spare = self._start_or_wake(
+            self._commands.engine, name, extra, pipe.child_fd, self._spare
+        )
         pipe.close_child_end()
-        if spare is not None:
-            spare.close_engines_end()
-        self._engine, self._spare, self._why_killed = engine, spare, None
+        self._engine, self._why_killed = engine, None
         self._watchdog = Watchdog(engine.process.pid, self._options.engine.heartbeat_timeout_s)
         read = partial(self._read, pipe, name)
         self._watch(engine.pidfd, lambda: self._on_engine_end(engine, read))
         self._watch(pipe.fd, read)
 
-    def _wake_spare(self, name: str, order: StartOrder, fds: tuple[int, ...]) -> Child | None:
-        if self._spare is None:
-            return None
-        engine = self._spare.start(name, order, fds)
-        self._spare.close()
-        return engine
-
-    def _start(
+    def _start_or_wake(
         self,
         command: tuple[str, ...],
         name: str,
-        flags: tuple[str, ...],
         extra: Mapping[str, str],
-        kept_fds: tuple[int, ...],
+        ready_fd: int,
+        before: Spare | None,
         *,
+        flags: tuple[str, ...] = (),
+        kept_fds: tuple[int, ...] = (),
         stop_signal: signal.Signals = signal.SIGTERM,
-    ) -> Child:
-        return start_child(
-            name,
-            [*command, *handed_on(self._options), *flags],
-            environment={**self._environment, **extra},
-            kept_fds=kept_fds,
-            stop_signal=stop_signal,
-        )
+    ) -> tuple[Child, Spare | None]:
+        """Start a child with its own spare. The spare of the process before it, if there is one, becomes the child.
+
+        Args:
+            extra: Its variables besides the supervisor's.
+            ready_fd: The descriptor on which it reports.
+            flags, kept_fds: Of a new process; a spare has them already.
+        """
+        spare = Spare() if self._options.max_rank_restarts else None
+        fds = {READY_VARIABLE: ready_fd} | ({SPARE_VARIABLE: spare.childs_fd} if spare else {})
+        options, child = handed_on(self._options), None
+        if before is not None:
+            child = before.start(name, StartOrder(options[1], dict(extra)), tuple(fds.values()))
+            before.close()
+        if child is None:
+            child = start_child(
+                name,
+                [*command, *options, *flags],
+                environment={**self._environment, **extra, **{each: str(fd) for each, fd in fds.items()}},
+                kept_fds=(*fds.values(), *kept_fds),
+            )
+        if spare is not None:
+            spare.close_childs_end()
+        return child._replace(stop_signal=stop_signal), spare
 
     def _on_end(self, child: Child) -> int:
         if child.process.wait() == 0:
@@ -398,11 +404,11 @@ class Supervisor:
         return None
 
     def _reap_orphans(self) -> None:
-        """Reap ended orphans of a killed front. We adopt orphans because of the engines' spares."""
+        """Reap ended orphans of a killed front. We adopt orphans because of the spares."""
         ours = frozenset(child.process.pid for child in self._children())
-        for pid in ended_children(spared=ours):
-            if self._spare is None or pid != self._spare.pid:
-                os.waitpid(pid, 0)
+        spares = [*self._fronts.spares.values(), *([self._spare] if self._spare else [])]
+        for pid in ended_children(spared=ours | {spare.pid for spare in spares if spare.pid}):
+            os.waitpid(pid, 0)
 
     def _on_message(self, message: FromChild, number: int) -> None:
         """Handle a child's message; of a front, with its number."""
@@ -453,6 +459,7 @@ class Supervisor:
         elif self._place.local_rank == 0:
             self._say(f"{self._describe_service()} at {self._http}")
         self._policy.has_served = self._is_serving = True
+        self._fronts.prepare_spares()
         self._write_state()
 
     def _say(self, text: str) -> None:

@@ -34,16 +34,19 @@ from server.http.observability.throughput import LatencyTargets
 from server.link.ranks import Ranks
 from server.machine.parent_death import die_with_parent
 from server.options.flag import OptionsError
+from server.options.reading import options_from_json
 from server.options.table import Options
 from server.serve.child_messages import FrontAddresses, encode, ranks_addresses
 from server.serve.children import (
     FRONT_VARIABLE,
     KEPT_VARIABLE,
     LISTENER_VARIABLE,
+    READY_VARIABLE,
     raise_descriptor_limit,
 )
 from server.serve.front.front import Ending, Front
 from server.serve.preflight.unix_socket import listening_at
+from server.serve.spare import FRONT, leave_spare
 from server.serve.standby.first_front import FirstFront
 from server.serve.standby.leading import KeptFiles, ranks_near
 from server.serve.standby.waiting import copies_in, wait_for_leading, wait_until_lost
@@ -59,7 +62,6 @@ _BACKLOG = 2048
 def run_front(
     options: Options,
     num_ranks: int,
-    ready_fd: int | None,
     ranks_host: str = LOCAL_HOST,
     number: int = 0,
     is_standby: bool = False,
@@ -70,10 +72,14 @@ def run_front(
 
     Args:
         options: The options. `model` is a directory; the caller has resolved other names.
-        ready_fd: Descriptor to which the addresses are written, closed afterwards. None disables the announcement.
         number: The front's number among several.
         is_standby: Whether another front leads until its node is lost.
+        environment: If it has WIDEEP_READY_FD, the addresses are written to that descriptor, which is closed afterwards.
     """
+    while (
+        order := leave_spare(environment, FRONT, _import_http_service)
+    ) is not None:  # returns in the spare when it takes over
+        options, environment = options_from_json(order.options, order.environment), order.environment
     die_with_parent()
     raise_descriptor_limit()
     sys.setswitchinterval(SWITCH_S)
@@ -84,7 +90,7 @@ def run_front(
             with _kept_in(environment) as kept:
                 place = _Place(number, before, ranks_host, Path(kept), is_standby)
                 with _listener(options, place, environment) as listener:
-                    return asyncio.run(_run(options, num_ranks, listener, ready_fd, place, environment))
+                    return asyncio.run(_run(options, num_ranks, listener, place, environment))
         except OptionsError as error:
             return _complain(str(error))
 
@@ -141,7 +147,6 @@ async def _run(
     options: Options,
     num_ranks: int,
     listener: socket.socket,
-    ready_fd: int | None,
     place: _Place,
     environment: Mapping[str, str],
 ) -> int:
@@ -159,8 +164,8 @@ async def _run(
         return _complain(str(error))
     except RuntimeError as error:
         return _complain(f"cannot listen for ranks on {place.ranks_host} (--ranks-host): {error}")
-    if ready_fd is not None:
-        announce(ready_fd, listener, options, ranks_address, token)
+    if READY_VARIABLE in environment:
+        announce(int(environment[READY_VARIABLE]), listener, options, ranks_address, token)
     slow = await asyncio.to_thread(_import_http_service)  # meanwhile connections wait in both sockets
     first: FirstFront | None = None  # the leading front on a lost node
     files: KeptFiles | None = None  # for the standby

@@ -67,7 +67,7 @@ from server.serve.preflight.model import PreflightError
 from server.serve.rank.front_stream import FrontStream, StandbyFront, num_restarts_of
 from server.serve.rank.front_streams import front_stream
 from server.serve.rank.loading import Loading, loading_of
-from server.serve.rank.spare import leave_spare
+from server.serve.spare import ENGINE, leave_spare
 from server.serve.standby.first_front import leave_first
 from server.serve.store.job_store import FRONT_KEY, JobStore, NoStandbyError
 from server.serve.store.moving_store import JOIN_TIMEOUT_S
@@ -91,7 +91,7 @@ class FrontGoneError(ConnectionError):
 
 def run_engine(options: Options, *, environment: Mapping[str, str] = os.environ) -> int:
     """Run one rank until the front or the supervisor ends it; return the exit status."""
-    while (order := leave_spare(environment)) is not None:  # returns in the spare when it takes over
+    while (order := leave_spare(environment, ENGINE)) is not None:  # returns in the spare when it takes over
         options, environment = options_from_json(order.options, order.environment), order.environment
     die_with_parent()
     place = place_from(environment)

@@ -251,7 +251,7 @@ def test_sigterm_while_a_rank_is_away_lets_streams_end(model: Path, tmp_path: Pa
 
 def test_a_killed_front_is_back_soon_and_its_ranks_serve_on(pair: RealService) -> None:
     expected = [each.said for each in stream_all(pair.url, bodies())]
-    engines, victim = pair.engines(), pair.find("front")
+    engines, victim, spare = pair.engines(), pair.find("front"), pair.find("spare")
 
     def kill_front() -> None:
         os.kill(victim, signal.SIGKILL)
@@ -263,6 +263,7 @@ def test_a_killed_front_is_back_soon_and_its_ranks_serve_on(pair: RealService) -
     wait_until(lambda: has_members(pair, [0, 1]), pair.output, within_s=START_S)
     assert [each.said for each in stream_all(pair.url, bodies())] == expected
     assert pair.engines() == engines, "the engines are the same"
+    assert pair.find("front") == spare, "no process has started"
     cut_off_and_asked_again_with_keys(pair)
     kill(pair, 1)
     wait_until(lambda: not has_members(pair, [0, 1]), pair.output)

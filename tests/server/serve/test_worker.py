@@ -162,14 +162,33 @@ def test_what_a_killed_front_leaves_does_not_stay_as_a_zombie(model: Path) -> No
         wait_until(lambda: not Path(f"/proc/{child}").exists(), service.output)
 
 
-def copies(service: Service) -> set[int]:
-    """Return the pids of the worker's spares."""
-    return {pid for pid in children_of(service.process.pid) if "backup" in command_of(pid)}
+def copies(service: Service, name: str = "backup") -> set[int]:
+    """Return the pids of the worker's spares: "backup" of engines, "spare" of fronts."""
+    return {pid for pid in children_of(service.process.pid) if name in command_of(pid)}
 
 
-def only_copy(service: Service) -> int:
-    wait_until(lambda: len(copies(service)) == 1, service.output)
-    return next(iter(copies(service)))
+def only_copy(service: Service, name: str = "backup") -> int:
+    wait_until(lambda: len(copies(service, name)) == 1, service.output)
+    return next(iter(copies(service, name)))
+
+
+def test_the_copy_of_a_front_takes_its_place(model: Path) -> None:
+    with start_worker(model, place(), "--max-rank-restarts=5") as service:
+        service.wait_for_output("serving on")
+        seen = [service.pid("front-0")]
+        for _ in range(2):
+            seen.append(only_copy(service, "spare"))
+            os.kill(seen[-2], signal.SIGKILL)
+            wait_until(lambda: service.pid("front-0") == seen[-1], service.output)
+            assert "front" in command_of(seen[-1])
+        for pid in (only_copy(service, "spare"), seen[-1]):
+            os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: service.pid("front-0") not in seen, service.output)
+        last = only_copy(service, "spare")
+        service.process.send_signal(signal.SIGINT)
+        assert service.end()[0] == 0
+        assert has_ended(last, 0)
+        service.wait_for_nobody(within_s=0)
 
 
 def test_a_killed_engine_is_named_and_its_copy_takes_its_place(model: Path) -> None:
@@ -204,10 +223,10 @@ def test_a_killed_engine_is_named_and_its_copy_takes_its_place(model: Path) -> N
         service.wait_for_nobody(within_s=0)
 
 
-def test_an_engine_that_is_not_started_again_leaves_no_copy(model: Path) -> None:
+def test_processes_that_are_not_started_again_leave_no_copies(model: Path) -> None:
     with start_worker(model, place(), "--max-rank-restarts=0") as service:
         service.wait_for_output("serving on")
-        assert copies(service) == set()
+        assert copies(service) == copies(service, "spare") == set()
         assert len(children_of(service.process.pid)) == 2, "only the front and the engine"
 
 

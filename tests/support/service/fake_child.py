@@ -6,7 +6,7 @@ FAKE_STUBBORN=1 makes it ignore both. FAKE_EXIT=ROLE-RANK:STATUS makes that proc
 does so only after a restart. SIGUSR2 ends an engine like the loss of its front. FAKE_FRONT_CHILD=1 gives a front a child that
 dies with it, like the checker of structures, and writes its pid to front-RANK.child. FAKE_STOPS_WHEN_READY=1 stops an engine
 between its readiness and its first heartbeat, on its first start only.
-Engines leave spares like real ones.
+Both leave spares like real ones.
 """
 
 import argparse
@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 from server.machine.parent_death import die_with_parent
 from server.serve.children import END_NOW_SIGNAL
 from server.serve.rank.loading import LoadingFile, loading_of
-from server.serve.rank.spare import leave_spare
+from server.serve.spare import ENGINE, FRONT, leave_spare
 
 FACTS = {  # facts that an engine reports
     "model_type": "mixtral", "num_experts": 8, "moe_layers": 2, "layers": 2, "slots_per_rank": 4, "num_slots": 8,
@@ -111,12 +111,11 @@ def _end(name: str) -> Callable[..., None]:
 
 
 def main() -> None:
-    while sys.argv[1] == "engine" and (order := leave_spare(os.environ)):
-        sys.argv[2:] = ["--options", order.options]
+    while order := leave_spare(os.environ, ENGINE if sys.argv[1] == "engine" else FRONT):
+        sys.argv[3] = order.options
     parser = argparse.ArgumentParser()
     parser.add_argument("role")
     parser.add_argument("--options", type=json.loads, default={})
-    parser.add_argument("--ready-fd", type=int)
     parser.add_argument("--front-number", type=int, default=0)
     parser.add_argument("--stands-by", action="store_true")
     args, _ = parser.parse_known_args()
@@ -150,7 +149,7 @@ def main() -> None:
             child = subprocess.Popen(["sleep", "600"], preexec_fn=lambda: die_with_parent(parent_pid=pid))
             partial.write_text(str(child.pid))
             partial.rename(partial.with_suffix(".child"))
-        _serve(args.options.get("port", 0), args.ready_fd, args.front_number)
+        _serve(args.options.get("port", 0), int(os.environ["WIDEEP_READY_FD"]), args.front_number)
     else:
         _report_ready(loading)
 

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from expert_placement.placement import Placement, linear_placement
 from scheduler.policy.request import Request
 from server.link.messages import Served
-from server.serve.children import LISTENER_VARIABLE
+from server.serve.children import LISTENER_VARIABLE, READY_VARIABLE
 from server.serve.store.rendezvous import listens_on
 from tests.support.models.tiny_tokenizer import MAX_LEN
 from tests.support.requests import plain_http
@@ -60,7 +60,8 @@ class FrontProcess:
         stderr_fd, their_stderr_fd = os.pipe()
         # Without statistics, the log contains only problems.
         words = ["front", str(model), "--port=0", f"--ranks={num_ranks}", *flags, "--disable-log-stats"]
-        environment, kept_fds = {**os.environ, **(environment or {})}, [write_fd]
+        environment = {**os.environ, **(environment or {}), READY_VARIABLE: str(FIRST_FD)}
+        kept_fds = [write_fd]
         if listener is not None:
             environment[LISTENER_VARIABLE] = str(FIRST_FD + 1)
             kept_fds.append(listener.fileno())
@@ -68,7 +69,7 @@ class FrontProcess:
             out_fd = 1 if log is None else files.enter_context(log.open("w")).fileno()
             self.process = Forked(
                 Kind.FRONT,
-                [*words, f"--ready-fd={FIRST_FD}"],
+                words,
                 stdout_fd=out_fd,
                 stderr_fd=their_stderr_fd,
                 cwd=model,

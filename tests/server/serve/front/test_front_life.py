@@ -17,7 +17,7 @@ import pytest
 from expert_placement.placement import linear_placement
 from server.link.rank_link import LinkError
 from server.serve.child_messages import FrontAddresses, announcement
-from server.serve.children import END_NOW_SIGNAL
+from server.serve.children import END_NOW_SIGNAL, READY_VARIABLE
 from server.serve.front import front_main
 from tests.support.service.forked import WIDEEP
 from tests.support.service.front_process import TIMEOUT_S, FrontProcess, without_times
@@ -212,10 +212,12 @@ def test_a_model_without_a_tokenizer_is_one_error(tmp_path: Path) -> None:
 
 def test_it_dies_with_its_parent(model_dir: Path) -> None:
     read_fd, write_fd = os.pipe()
-    code = "import subprocess, sys;subprocess.run(sys.argv[1:], pass_fds=(int(sys.argv[-1]),))"
+    code = f"import subprocess, sys;subprocess.run(sys.argv[1:], pass_fds=({write_fd},))"
     command = [*FRONT, str(model_dir), "--port", "0", "--ranks", "1"]
     parent = subprocess.Popen(
-        [sys.executable, "-c", code, *command, "--ready-fd", str(write_fd)], pass_fds=(write_fd,)
+        [sys.executable, "-c", code, *command],
+        pass_fds=(write_fd,),
+        env={**os.environ, READY_VARIABLE: str(write_fd)},
     )
     os.close(write_fd)
     with os.fdopen(read_fd) as ready:

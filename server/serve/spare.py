@@ -1,13 +1,14 @@
-"""A waiting copy of an engine that replaces it, so that a restart does not wait for the import of torch.
+"""A waiting copy of an engine or a front that replaces it, so that a restart does not wait for imports.
 
 An engine forks after its imports, before it has anything else: no thread, device, connection or weights. The copy shares the
-engine's memory until one of them writes to it. When the engine ends, the supervisor sends the copy the options and the
-environment of a new process. The copy forks its own successor and serves. If a rank has no copy (it was killed, or the engine died during its
-imports), the supervisor starts a new process.
+engine's memory until one of them writes to it. A front must bind its sockets soon, so it forks before its imports, and the copy imports
+when the service is ready. When the process ends, the supervisor sends the copy the options and the environment of a new process. The
+copy forks its own successor and serves. If there is no copy (it was killed, or the engine died during its imports), the supervisor starts
+a new process.
 
-The copy is the supervisor's child from the start: the engine forks twice, and the supervisor adopts orphans
+The copy is the supervisor's child from the start: the process forks twice, and the supervisor adopts orphans
 (`children.adopt_orphans`). So the supervisor can wait for it, and the kernel kills it when the supervisor ends. Both communicate
-over a socket that the engine inherits: the copy sends its pid and receives {"options", "environment"} with the
+over a socket that the process inherits: the copy sends its pid and receives {"options", "environment"} with the
 descriptors of its message pipe and of its successor's socket.
 
 Rejected: a process that imports by itself (seconds of a core, and twice the memory); one server that forks all engines of a node
@@ -24,27 +25,42 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from server.machine.parent_death import die_with_parent
 from server.serve.children import READY_VARIABLE, AdoptedProcess, Child
 
-SPARE_VARIABLE = "WIDEEP_SPARE_FD"  # an engine's end of the socket for its copy
+SPARE_VARIABLE = "WIDEEP_SPARE_FD"  # a process's end of the socket for its copy
 _ORDER_BYTES = 2**20  # size limit
-_RUNNING, _WAITING = b"\0engine\0", b"\0backup\0"  # words in the command line, of equal length
+_PREPARE = b"prepare"
+
+
+class Words(NamedTuple):
+    """Words in the command line, of equal length."""
+
+    running: bytes
+    waiting: bytes
+
+
+ENGINE, FRONT = Words(b"\0engine\0", b"\0backup\0"), Words(b"\0front\0", b"\0spare\0")
 
 
 class StartOrder(NamedTuple):
     """The message that makes a copy serve."""
 
     options: str  # as JSON
-    environment: dict[str, str]  # the variables that differ from the first engine's
+    environment: dict[str, str]  # the variables that differ from the first process's
 
 
-def leave_spare(environment: Mapping[str, str]) -> StartOrder | None:
+def leave_spare(
+    environment: Mapping[str, str], words: Words, prepare: Callable[[], object] = lambda: None
+) -> StartOrder | None:
     """Fork a waiting copy of this process if the supervisor provides a socket for it. Call before any thread or device exists.
+
+    Args:
+        prepare: Called in the copy when the supervisor lets it prepare itself.
 
     Returns:
         None in the calling process. In the copy, the call blocks until the start order arrives, and returns the order.
@@ -59,7 +75,7 @@ def leave_spare(environment: Mapping[str, str]) -> StartOrder | None:
         if not _fork_orphan():
             return None
         os.close(int(environment[READY_VARIABLE]))
-        return _wait_for_order(channel, supervisor)
+        return _wait_for_order(channel, supervisor, words, prepare)
 
 
 def _fork_orphan() -> bool:
@@ -82,18 +98,25 @@ def _fork_orphan() -> bool:
     return True
 
 
-def _wait_for_order(channel: socket.socket, supervisor: int) -> StartOrder:
+def _wait_for_order(
+    channel: socket.socket, supervisor: int, words: Words, prepare: Callable[[], object]
+) -> StartOrder:
     try:
         die_with_parent(parent_pid=supervisor)
         os.setpgid(0, 0)
-        _show_as(_RUNNING, _WAITING)
+        _show_as(words.running, words.waiting)
         channel.send(json.dumps({"pid": os.getpid()}).encode())
-        received, fds, _, _ = socket.recv_fds(channel, _ORDER_BYTES, 2)
+        while True:
+            received, fds, _, _ = socket.recv_fds(channel, _ORDER_BYTES, 2)
+            if received != _PREPARE:
+                break
+            prepare()
+            gc.freeze()
     except (OSError, SystemExit):
         _leave()
     if not received:  # the supervisor has closed its end
         _leave()
-    _show_as(_WAITING, _RUNNING)
+    _show_as(words.waiting, words.running)
     order = StartOrder(**json.loads(received))
     os.environ.update(order.environment)
     os.environ.update(zip((READY_VARIABLE, SPARE_VARIABLE), map(str, fds), strict=True))
@@ -101,7 +124,7 @@ def _wait_for_order(channel: socket.socket, supervisor: int) -> StartOrder:
 
 
 def _leave() -> NoReturn:
-    """Exit without Python's cleanup, which belongs to the engine."""
+    """Exit without Python's cleanup, which belongs to the first process."""
     os._exit(0)
 
 
@@ -115,21 +138,26 @@ def _show_as(before: bytes, after: bytes) -> None:
 
 
 class Spare:
-    """The supervisor's end for one engine's copy. Whether the copy exists is only checked when it is needed."""
+    """The supervisor's end for one process's copy. Whether the copy exists is only checked when it is needed."""
 
     def __init__(self) -> None:
-        self._channel, self._engines_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._channel, self._childs_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel.setblocking(False)
         self._pid: int | None = None
 
     @property
-    def engines_fd(self) -> int:
-        """The descriptor that the engine inherits."""
-        return self._engines_end.fileno()
+    def childs_fd(self) -> int:
+        """The descriptor that the process inherits."""
+        return self._childs_end.fileno()
 
-    def close_engines_end(self) -> None:
-        """Close our copy of the engine's end."""
-        self._engines_end.close()
+    def close_childs_end(self) -> None:
+        """Close our copy of the process's end."""
+        self._childs_end.close()
+
+    def prepare(self) -> None:
+        """Let the copy prepare itself."""
+        with contextlib.suppress(OSError):  # there is none
+            self._channel.send(_PREPARE)
 
     def start(self, name: str, order: StartOrder, fds: tuple[int, ...]) -> Child | None:
         """Make the copy serve. Returns None if it does not exist."""
