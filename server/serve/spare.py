@@ -11,7 +11,7 @@ The copy is the supervisor's child from the start: the process forks twice, and 
 over a socket that the process inherits: the copy sends its pid and receives {"options", "environment"} with the
 descriptors of its message pipe and of its successor's socket.
 
-Rejected: a process that imports by itself (seconds of a core, and twice the memory); one server that forks all engines of a node
+Rejected for engines: a process that imports by itself (seconds of a core, and twice the memory); one server that forks all engines of a node
 (supervisors could not wait for them); a fork after loading the weights (moving experts would be held twice, and
 loading uses threads).
 """
