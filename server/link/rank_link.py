@@ -45,7 +45,7 @@ from server.link.seal import NONCE_KEY, SAME_KEY, Seal, SealError, make_nonce
 
 MAX_PENDING_TOKENS = 1 << 20  # the front is lost if it is this far behind
 CONNECT_TIMEOUT_S = 20.0  # the front listens before its address is published
-RETRY_S = 0.2
+RETRY_S = 0.05
 _REFUSALS = (  # status codes with which a front refuses a rank; after any other, a retry may succeed
     grpc.StatusCode.UNAUTHENTICATED,
     grpc.StatusCode.FAILED_PRECONDITION,
