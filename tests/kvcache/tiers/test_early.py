@@ -80,6 +80,21 @@ def load_of(numbers: Sequence[int]) -> LoadJob:
     return LoadJob([key_of(number) for number in numbers], [NUM_BLOCKS - 1 - number for number in numbers])
 
 
+def test_a_block_that_was_not_begun_when_the_one_before_was_copied_is_followed(pair: Pair) -> None:
+    load = load_of(range(2))
+    pair.begin([0, 1])
+    second = pair.saves._begun.pop(key_of(1))
+    pair.store.cancel(second.copied.place)
+    with pair.progress.running():
+        pair.progress.note(1)
+        assert pair.saves.advance() and pair.loads.advance(load)
+        assert pair.saves.begin(second.save)
+        assert pair.saves.advance() and pair.loads.advance(load)
+        part, copied = block_parts(pair.cache)[0], block_parts(pair.other)[0]
+        assert torch.equal(copied[NUM_BLOCKS - 2].view(torch.uint8), part[1].view(torch.uint8))
+    pair.saves.close()
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_any_order_of_copies_gives_the_records_and_blocks_of_plain_copies(pair: Pair, seed: int) -> None:
     rng, numbers = random.Random(seed), range(4)
