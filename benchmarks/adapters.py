@@ -34,9 +34,8 @@ from scheduler.policy.config import EngineConfig
 
 SHAPE = "qwen3-moe"
 _WARM_UPS, _STEPS = 5, 40
-_ALIKE = (
-    3  # steps of the same kind before a timed one, so that it finds the caches as its own kind leaves them
-)
+# Steps of the same kind before a timed one, so that it finds the caches as its own kind leaves them.
+_ALIKE = 3
 _SPREAD = 0.02
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 

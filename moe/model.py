@@ -490,7 +490,6 @@ def _factor_dtype(lora_dtype: str, dtype: str, checkpoint: Checkpoint) -> torch.
     """Return the type of adapters' factors. Without a given type, the checkpoint's largest tensor decides."""
     wanted = dtype if lora_dtype == "auto" else lora_dtype
     if wanted == "auto":
-        wanted = {"F32": "float32"}.get(
-            checkpoint.dtype(max(checkpoint.names(), key=checkpoint.num_bytes)), "bfloat16"
-        )
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[wanted]
+        largest = max(checkpoint.names(), key=checkpoint.num_bytes)
+        wanted = "float32" if checkpoint.dtype(largest) == "F32" else "bfloat16"
+    return torch.float32 if wanted == "float32" else torch.bfloat16

@@ -52,9 +52,8 @@ def left_behind(
     """Return the figures that did not return to their initial values; memory may grow by a quarter over time."""
     room = {name: before[name] * 0.25 for name in ("front_mb", "engines_mb")}
     room |= {"front_descriptors": 8, "engine_descriptors": 8}  # connections that close a moment later
-    room["front_descriptors"] += (
-        2 * KEPT_CONNECTIONS * (num_fronts - 1)
-    )  # idle ones to other fronts and from them
+    # Idle connections to other fronts and from them.
+    room["front_descriptors"] += 2 * KEPT_CONNECTIONS * (num_fronts - 1)
     return {
         name: [before[name], after[name]] for name in before if after[name] > before[name] + room.get(name, 0)
     }

@@ -144,11 +144,13 @@ class EarlyLoads:
         """Copy the parts of the next blocks that were saved since the last call. Returns whether there were any."""
         of_load = self._copied.setdefault(load, {})
         # The other rank saves the blocks of a step in order, so the first, the last and the one after it show whether there is more.
-        last = max(of_load, default=-1)
-        looked_at = {load.num_loaded, last, min(last + 1, len(load.keys) - 1)} if of_load else set()
-        ends = [self._advance(load, at) for at in sorted(looked_at)]
-        if of_load and not any(ends):
-            return False
+        ends: list[bool] = []
+        if of_load:
+            last = max(of_load)
+            looked_at = {load.num_loaded, last, min(last + 1, len(load.keys) - 1)}
+            ends = [self._advance(load, at) for at in sorted(looked_at)]
+            if not any(ends):
+                return False
         for at in range(load.num_loaded, len(load.keys)):
             has_copied = self._advance(load, at)
             ends.append(has_copied)

@@ -33,7 +33,7 @@ FRONT_VARIABLE = "WIDEEP_FRONT"
 STANDBY_VARIABLE = "WIDEEP_STANDBY"  # the addresses of the standby's front, for the engine next to it
 KEPT_VARIABLE = "WIDEEP_KEPT"  # a folder that a front leaves to its replacement
 LISTENER_VARIABLE = "WIDEEP_LISTENER_FD"  # the socket of --uds, on which several fronts listen
-READY_VARIABLE = "WIDEEP_READY_FD"  # the descriptor on which an engine reports its progress
+READY_VARIABLE = "WIDEEP_READY_FD"  # the descriptor on which a child reports
 # A file with a supervisor's state, for its replacement.
 SUPERVISOR_STATE_VARIABLE = "WIDEEP_SUPERVISOR_STATE"
 FRONT_IS_GONE = 3  # exit status of an engine that lost its service

@@ -80,6 +80,7 @@ def _shrink(
         x: Address of [K] float32. k: K.
         a: Address of A's column of the first rank. a_stride: Bytes between two rows of A.
         low: Address of the 16 results.
+        following: Address of what is read next, at least as long as A if possible. It is prefetched.
     """
 
     def codegen(context: Any, builder: ir.IRBuilder, _signature: Any, args: list[ir.Value]) -> Any:

@@ -76,9 +76,8 @@ def run_front(
         is_standby: Whether another front leads until its node is lost.
         environment: If it has WIDEEP_READY_FD, the addresses are written to that descriptor, which is closed afterwards.
     """
-    while (
-        order := leave_spare(environment, FRONT, _import_http_service)
-    ) is not None:  # returns in the spare when it takes over
+    # Returns an order in the spare when it takes over.
+    while (order := leave_spare(environment, FRONT, _import_http_service)) is not None:
         options, environment = options_from_json(order.options, order.environment), order.environment
     die_with_parent()
     raise_descriptor_limit()

@@ -49,8 +49,8 @@ class Kind(enum.StrEnum):
     SERVICE = "service"
 
 
-class Forked:
-    """A forked command, with the part of `subprocess.Popen`'s interface that tests need."""
+class Forked(children.AdoptedProcess):
+    """A forked command. The process that forked it waits for it, and sends its status."""
 
     def __init__(
         self,
@@ -69,8 +69,7 @@ class Forked:
         with theirs:
             fds = [theirs.fileno(), stdout_fd, stderr_fd, *kept_fds]
             socket.send_fds(_orders(kind), [json.dumps(order).encode()], fds)
-        self.pid = int(self._answers.recv(64))
-        self.returncode: int | None = None
+        super().__init__(int(self._answers.recv(64)))
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the exit status; negative: the signal that killed it.
@@ -92,17 +91,6 @@ class Forked:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.wait(0.0)
         return self.returncode
-
-    def send_signal(self, number: int) -> None:
-        """Send a signal, unless it has ended."""
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def terminate(self) -> None:
-        self.send_signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
 
 
 @cache
