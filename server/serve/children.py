@@ -145,9 +145,9 @@ def describe_status(name: str, pid: int, status: int) -> str:
     return f"{who} was killed by {signal_name}{hint}"
 
 
-def has_ended(child: Child) -> bool:
-    """Return whether a child has ended, even if it was not reaped."""
-    return bool(select.select([child.pidfd], [], [], 0)[0])
+def has_ended(child: Child, *, within_s: float = 0.0) -> bool:
+    """Wait for the end of a child. Return whether it has ended, even if it was not reaped."""
+    return bool(select.select([child.pidfd], [], [], within_s)[0])
 
 
 def is_gone(pid: int) -> bool:

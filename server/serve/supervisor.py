@@ -65,6 +65,7 @@ from server.serve.store.rendezvous import RESTARTS_VARIABLE, Place
 from server.serve.watchdog import Watchdog
 
 UNDER_SERVE = "WIDEEP_UNDER_SERVE"  # set by `wideep serve`, which reports events itself
+_FRONT_END_S = 1.5  # for a front to end after it has stopped the engine
 STOP_GRACE_S = 2.2  # from the stop signal to SIGKILL; serve promises to end within 5 s
 DRAIN_GRACE_S = 3.0  # for the front and the ranks to end after the timeout of open requests
 
@@ -334,8 +335,12 @@ class Supervisor:
         read()  # its last messages: it may have served briefly
         ending = self._describe_end_of(engine)
         self._watchdog = None
+        # An engine exits with 0 when a front ends the service. The front ends right after it, and its status counts.
+        within_s = _FRONT_END_S if engine.process.wait() == 0 else 0.0
         for front in self._fronts.running.values():
-            if has_ended(front) and not self._policy.may_front_return(front.process.wait()):
+            if has_ended(front, within_s=within_s) and not self._policy.may_front_return(
+                front.process.wait()
+            ):
                 return self._on_end(front)  # the cause
         follows = self._policy.after_engine(engine.process.wait())
         if follows is Next.LEAVE:

@@ -12,8 +12,8 @@ from dispatch.ports import free_port
 from server.serve.children import END_NOW_SIGNAL, PARENT_END_SIGNAL, children_of
 from server.serve.restarts import MAX_RESTARTS
 from tests.support.models.fake_checkpoint import write_checkpoint
-from tests.support.service.fake_child import KV_CACHE_BYTES
-from tests.support.service.service_processes import Service, command_of, has_ended, wait_until
+from tests.support.service.fake_child import FRONT_FAILED, KV_CACHE_BYTES
+from tests.support.service.service_processes import Service, command_of, has_ended, kill, wait_until
 
 PROMISED_S = 5.0  # from the signal to the end of the last process
 
@@ -345,6 +345,19 @@ def test_an_engine_that_ends_in_order_ends_the_worker_in_order(model: Path) -> N
         assert service.end()[0] == 0
         assert "exited with status 0" in service.output()
         service.wait_for_nobody(within_s=0)
+
+
+def test_a_front_that_fails_after_it_has_stopped_the_engine_fails_the_worker(model: Path) -> None:
+    with start_worker(model, place()) as service:
+        service.wait_for_output("serving on")
+        os.kill(service.pid("engine-0"), signal.SIGTERM)
+        is_reaped = lambda: service.pid("engine-0") not in children_of(service.process.pid)  # noqa: E731
+        wait_until(is_reaped, service.output)
+        kill(service.pid("front-0"), signal.SIGUSR1)
+        assert service.end()[0] == 1
+        assert (
+            f"the front (pid {service.pid('front-0')}) exited with status {FRONT_FAILED}" in service.output()
+        )
 
 
 def test_children_die_with_a_worker_killed_by_sigkill(model: Path) -> None:

@@ -3,9 +3,9 @@
 It writes its pid, arguments and environment to ROLE-RANK.json in $FAKE_DIRECTORY, reports what the real process reports, and
 waits for SIGTERM, or END_NOW_SIGNAL for a front. Of several fronts, all but the first add their number to the file's name.
 FAKE_STUBBORN=1 makes it ignore both. FAKE_EXIT=ROLE-RANK:STATUS makes that process exit with STATUS at once; FAKE_EXIT_AGAIN
-does so only after a restart. SIGUSR2 ends an engine like the loss of its front. FAKE_FRONT_CHILD=1 gives a front a child that
-dies with it, like the checker of structures, and writes its pid to front-RANK.child. FAKE_STOPS_WHEN_READY=1 stops an engine
-between its readiness and its first heartbeat, on its first start only.
+does so only after a restart. SIGUSR2 ends an engine like the loss of its front, and SIGUSR1 ends a front with FRONT_FAILED.
+FAKE_FRONT_CHILD=1 gives a front a child that dies with it, like the checker of structures, and writes its pid to
+front-RANK.child. FAKE_STOPS_WHEN_READY=1 stops an engine between its readiness and its first heartbeat, on its first start only.
 Both leave spares like real ones.
 """
 
@@ -35,6 +35,7 @@ KV_CACHE_BYTES = 12345678  # memory that an engine reports as taken
 
 
 FRONT_IS_GONE = 3  # as in server.serve.rank.engine
+FRONT_FAILED = 7
 
 
 def _have_loaded() -> bool:
@@ -125,6 +126,8 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN if stubborn else _end(name))
     if args.role == "engine":
         signal.signal(signal.SIGUSR2, lambda *_: os._exit(FRONT_IS_GONE))
+    else:
+        signal.signal(signal.SIGUSR1, lambda *_: os._exit(FRONT_FAILED))
     wanted = (
         "WIDEEP_FRONT",
         "OMP_NUM_THREADS",
