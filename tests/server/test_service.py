@@ -4,7 +4,6 @@ import io
 import json
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,9 +22,9 @@ from tests.support.models.quantise import change_file, write_quantised
 from tests.support.models.tiny_tokenizer import CHAT_TEMPLATE
 from tests.support.placement.placements import held, random_placement
 from tests.support.requests.timed_streams import stream_all
-from tests.support.service.forked import WIDEEP
 from tests.support.service.real_service import START_S, RealService, write_tiny_model
 from tests.support.service.service_processes import has_ended, wait_until
+from tests.support.service.torchruns import Torchrun
 
 
 @pytest.fixture(scope="module")
@@ -370,12 +369,11 @@ def test_as_json_every_line_is_an_object_and_sigterm_lets_a_stream_end(model: Pa
 @pytest.mark.slow
 def test_sigterm_to_torchrun_lets_a_stream_end_too(model: Path, tmp_path: Path) -> None:
     port = free_port()
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"),
-        *("--shutdown-timeout=630", *WIDEEP, "worker", str(model), "--port", str(port)),
-        *("--kv-cache-memory", "16M", *PATIENT),
-    ]
-    with RealService(port, [command], tmp_path / "output.txt") as service:
+    torchrun = Torchrun(
+        ["--standalone", "--nproc-per-node=2", "--shutdown-timeout=630"],
+        ["worker", str(model), f"--port={port}", "--kv-cache-memory=16M", *PATIENT],
+    )
+    with RealService(port, [torchrun], tmp_path / "output.txt") as service:
         service.wait_ready()
         below = service.descendants()
         assert stream_across_sigterm(service) == 300
@@ -387,17 +385,14 @@ def test_sigterm_to_torchrun_lets_a_stream_end_too(model: Path, tmp_path: Path) 
 @pytest.mark.slow
 def test_two_torchrun_agents_serve_together_and_both_print_the_address(model: Path, tmp_path: Path) -> None:
     port, rendezvous = free_port(), free_port()
-    wideep = tmp_path / "wideep"
-    wideep.write_text(
-        f'#!/bin/sh\nexec {sys.executable} -P {Path(__file__).parents[2] / "server" / "__main__.py"} "$@"\n'
+    torchrun = Torchrun(
+        [
+            *("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d"),
+            f"--rdzv-endpoint=127.0.0.1:{rendezvous}",
+        ],
+        ["worker", str(model), f"--port={port}", "--kv-cache-memory=16M"],
     )
-    wideep.chmod(0o755)
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"),
-        *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{rendezvous}", "--no-python", str(wideep)),
-        *("worker", str(model), "--port", str(port), "--kv-cache-memory", "16M"),
-    ]
-    with RealService(port, [command, command], tmp_path / "output.txt") as service:
+    with RealService(port, [torchrun, torchrun], tmp_path / "output.txt") as service:
         service.wait_ready()
         with OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0) as client:
             assert complete(client, "the cat") == complete(client, "the cat")

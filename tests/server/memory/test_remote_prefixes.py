@@ -20,10 +20,9 @@ from tests.server.nodes.test_nodes import (
     stream_all,
     torchruns,
     wait_until_healthy,
-    write_files,
 )
 from tests.support.service.namespaces import ask, made_namespaces
-from tests.support.service.real_service import START_S, RealService
+from tests.support.service.real_service import START_S, RealService, write_tiny_model
 from tests.support.service.service_processes import wait_until
 
 pytestmark = pytest.mark.slow
@@ -75,20 +74,11 @@ class TwoHosts(NamedTuple):
 
 @contextlib.contextmanager
 def two_hosts(directory: Path, family: str, *flags: str) -> Iterator[TwoHosts]:
-    write_files(directory, family=family)
+    model = write_tiny_model(directory / "tiny", family)
     with made_namespaces(2) as names:
         commands = [
-            [
-                *command[:4],
-                "unshare",
-                "--uts",
-                "sh",
-                "-c",
-                f'hostname node-{node} && exec "$@"',
-                "sh",
-                *command[4:],
-            ]
-            for node, command in enumerate(torchruns(names, directory, *FLAGS, *flags))
+            torchrun._replace(host_name=f"node-{node}")
+            for node, torchrun in enumerate(torchruns(names, model, *FLAGS, *flags))
         ]
         with RealService(HTTP_PORT, commands, directory / "output.txt") as service:
             wait_until_healthy(service, names)

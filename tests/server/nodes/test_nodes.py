@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -26,11 +25,13 @@ from tests.support.service.namespaces import (
 )
 from tests.support.service.namespaces import members as members_at
 from tests.support.service.real_service import START_S, RealService, write_tiny_model
-from tests.support.service.service_processes import has_ended, running_command, wait_until
+from tests.support.service.service_processes import has_ended, wait_until
+from tests.support.service.torchruns import Torchrun
 
 OTHER_NODE, ENDPOINT_NODE, HTTP_PORT = 0, 1, 8000  # Inside its namespace every port is free.
 ENDPOINT = f"10.213.7.{ENDPOINT_NODE + 1}:29400"
 URL = f"http://10.213.7.{ENDPOINT_NODE + 1}:{HTTP_PORT}"
+INTERFACE = {"GLOO_SOCKET_IFNAME": "veth0"}  # of the namespaces
 PIECES = 10  # received by every stream before a fault
 NUM_STREAMS = 4  # over two ranks
 STREAMS_S = 300.0  # for streams to begin or to end
@@ -38,66 +39,46 @@ END_S = 120.0  # of an isolated node: 50 s to drop the link, 30 s of looking for
 
 
 def start(namespaces: Sequence[str], directory: Path, *flags: str) -> RealService:
-    write_files(directory)
-    return RealService(HTTP_PORT, torchruns(namespaces, directory, *flags), directory / "output.txt")
+    model = write_tiny_model(directory / "tiny")
+    return RealService(HTTP_PORT, torchruns(namespaces, model, *flags), directory / "output.txt")
 
 
-def write_files(
-    directory: Path,
-    *,
-    name: str = "wideep",
-    interface: str = "veth0",
-    packages: str = "",
-    family: str = "qwen3_moe",
-) -> None:
-    """Write the model, and a node's command with an interface for its ranks and another folder of packages."""
-    write_tiny_model(directory / "tiny", family)
-    wideep = directory / name
-    said = f"GLOO_SOCKET_IFNAME={interface} PYTHONPATH={packages}"
-    wideep.write_text(f'#!/bin/sh\n{said} exec {" ".join(WIDEEP)} "$@"\n')
-    wideep.chmod(0o755)
-
-
-def torchruns(namespaces: Sequence[str], directory: Path, *flags: str) -> list[list[str]]:
-    """Return the torchrun command of each node."""
+def torchruns(namespaces: Sequence[str], model: Path, *flags: str) -> list[Torchrun]:
+    """Return the torchrun of each node."""
     return [
-        [
-            *("ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run"),
-            *(f"--nnodes={len(namespaces)}", "--nproc-per-node=1", "--rdzv-backend=c10d"),
-            *(f"--local-addr=10.213.7.{node + 1}", f"--rdzv-endpoint={ENDPOINT}"),
-            f"--rdzv-conf=is_host={int(node == ENDPOINT_NODE)}",
-            *worker(directory, *flags),
-        ]
+        Torchrun(
+            [
+                *(f"--nnodes={len(namespaces)}", "--nproc-per-node=1", "--rdzv-backend=c10d"),
+                *(f"--local-addr=10.213.7.{node + 1}", f"--rdzv-endpoint={ENDPOINT}"),
+                f"--rdzv-conf=is_host={int(node == ENDPOINT_NODE)}",
+            ],
+            worker(model, *flags),
+            network=name,
+            environment=INTERFACE,
+        )
         for node, name in enumerate(namespaces)
     ]
 
 
-def worker(directory: Path, *flags: str) -> list[str]:
-    """Return the worker command that torchrun runs."""
-    return [
-        *("--no-python", str(directory / "wideep"), "worker", str(directory / "tiny")),
-        *(
-            "--host",
-            f"10.213.7.{ENDPOINT_NODE + 1}",
-            "--kv-cache-memory",
-            "16M",
-            "--all2all-backend",
-            "gloo",
-            *flags,
-        ),
-    ]
+def worker(model: Path, *flags: str) -> list[str]:
+    """Return the words of `wideep` on each node."""
+    host = f"10.213.7.{ENDPOINT_NODE + 1}"
+    words = ["worker", str(model), "--host", host, "--kv-cache-memory", "16M", "--all2all-backend", "gloo"]
+    return [*words, *flags]
 
 
-@contextlib.contextmanager
-def joining(namespace: str, directory: Path, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a separate torchrun on a node; its worker joins the service."""
-    command = [
-        *("ip", "netns", "exec", namespace, sys.executable, "-m", "torch.distributed.run"),
-        *("--nnodes=1", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"),
-        *worker(directory, "--join", ENDPOINT, *flags),
-    ]
-    with running_command(command, directory / "joined.txt", end_s=END_S) as process:
-        yield process
+def joining(
+    namespace: str, model: Path, log: Path, *flags: str, program: Sequence[str] = WIDEEP
+) -> RealService:
+    """Start a separate torchrun on a node. Its worker joins the service."""
+    torchrun = Torchrun(
+        ["--nnodes=1", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"],
+        worker(model, "--join", ENDPOINT, *flags),
+        network=namespace,
+        environment={**INTERFACE, "PYTHONPATH": ""},  # another program is a copy of this checkout
+        program=program,
+    )
+    return RealService(HTTP_PORT, [torchrun], log)
 
 
 def end_node(service: RealService, node: int) -> None:
@@ -201,12 +182,10 @@ def test_a_node_that_is_gone_comes_back_with_a_torchrun_of_its_own(
         expected = stream_all(here)
         assert stream_all(here, then=lambda: end_node(service, OTHER_NODE)) == expected
         assert len(members(here)) == 1
-        with joining(other, tmp_path) as node:
-            said = (tmp_path / "joined.txt").read_text
+        with joining(other, tmp_path / "tiny", tmp_path / "joined.txt") as node:
             assert stream_all(here, pieces=1) == expected, "streams continue while the node loads and joins"
-            wait_until(lambda: members(here) == [0, 1] or node.poll() is not None, said, within_s=START_S)
-            assert members(here) == [0, 1], said()
-            wait_until(lambda: "serving on 2 ranks" in said(), said)
+            node.wait_until(lambda: members(here) == [0, 1])
+            node.wait_until(lambda: "serving on 2 ranks" in node.output())
             assert stream_all(other) == expected
             assert service.processes[ENDPOINT_NODE].poll() is None
         wait_until(lambda: len(members(here)) == 1, service.output)
@@ -225,29 +204,27 @@ def test_nodes_end_by_themselves_when_that_of_the_front_is_gone(
         assert all(has_ended(pid, END_S) for pid in left)
 
 
-def with_another_checkpoint(directory: Path, namespaces: Sequence[str]) -> dict[str, str]:
+def with_another_checkpoint(node: Torchrun, directory: Path, _: Sequence[str]) -> Torchrun:
     shutil.copytree(directory / "tiny", directory / "changed")
     weights = directory / "changed" / "model.safetensors"
     content = weights.read_bytes()
     weights.write_bytes(content[: len(content) // 2] + bytes(len(content) - len(content) // 2))
-    return {str(directory / "tiny"): str(directory / "changed")}
+    return node._replace(worker=worker(directory / "changed"))
 
 
-def with_a_wrong_interface(directory: Path, namespaces: Sequence[str]) -> dict[str, str]:
-    write_files(directory, name="other", interface="lo")
-    return {str(directory / "wideep"): str(directory / "other")}
+def with_a_wrong_interface(node: Torchrun, _: Path, __: Sequence[str]) -> Torchrun:
+    return node._replace(environment={"GLOO_SOCKET_IFNAME": "lo"})
 
 
-def with_other_versions(directory: Path, namespaces: Sequence[str]) -> dict[str, str]:
+def with_other_versions(node: Torchrun, directory: Path, _: Sequence[str]) -> Torchrun:
     packages = other_version("transformers", "5.21.0", directory)  # a version that starts
-    write_files(directory, name="older", packages=str(packages))
-    return {str(directory / "wideep"): str(directory / "older")}
+    return node._replace(environment={**INTERFACE, "PYTHONPATH": str(packages)})
 
 
-def with_closed_ports(directory: Path, namespaces: Sequence[str]) -> dict[str, str]:
+def with_closed_ports(node: Torchrun, _: Path, namespaces: Sequence[str]) -> Torchrun:
     # Replies to these ports are blocked, too. The store's port stays open.
     close_ports(namespaces[ENDPOINT_NODE], "32768-60999")
-    return {}
+    return node
 
 
 @pytest.mark.slow
@@ -261,13 +238,14 @@ def with_closed_ports(directory: Path, namespaces: Sequence[str]) -> dict[str, s
     ],
 )
 def test_a_node_that_does_not_go_with_the_other_ends_the_start_with_a_sentence_that_names_it(
-    namespaces: list[str], tmp_path: Path, change: Callable[[Path, Sequence[str]], dict[str, str]], says: str
+    namespaces: list[str],
+    tmp_path: Path,
+    change: Callable[[Torchrun, Path, Sequence[str]], Torchrun],
+    says: str,
 ) -> None:
-    write_files(tmp_path)
-    commands = torchruns(namespaces, tmp_path)
-    instead = change(tmp_path, namespaces)
-    commands[OTHER_NODE] = [instead.get(word, word) for word in commands[OTHER_NODE]]
-    with RealService(HTTP_PORT, commands, tmp_path / "output.txt") as service:
+    nodes = torchruns(namespaces, write_tiny_model(tmp_path / "tiny"))
+    nodes[OTHER_NODE] = change(nodes[OTHER_NODE], tmp_path, namespaces)
+    with RealService(HTTP_PORT, nodes, tmp_path / "output.txt") as service:
         for process in service.processes:
             assert process.wait(START_S) != 0
         said = service.output()
@@ -341,8 +319,8 @@ def test_a_killed_front_is_back_and_the_engines_of_all_nodes_serve_on(three: Nod
 
 @pytest.mark.slow
 def test_nobody_joins_a_service_that_misses_nobody(three: Nodes) -> None:
-    with joining(three.names[OTHER_NODE], three.directory) as node:
-        assert node.wait(END_S) != 0
-    said = (three.directory / "joined.txt").read_text()
-    assert f"cannot join the service at {ENDPOINT}: no node is away" in said
+    directory = three.directory
+    with joining(three.names[OTHER_NODE], directory / "tiny", directory / "joined.txt") as node:
+        assert node.wait_ended() != [0]
+        assert f"cannot join the service at {ENDPOINT}: no node is away" in node.output()
     assert members(three.names[ENDPOINT_NODE]) == [0, 1, 2]

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,11 +15,12 @@ import httpx
 import pytest
 
 from server.options.table import STANDBY_PORT
-from tests.server.nodes.test_nodes import END_S, end_node, engine_of, write_files
+from tests.server.nodes.test_nodes import END_S, INTERFACE, end_node, engine_of
 from tests.support.service.namespaces import ask, made_namespaces, set_link, threads_inside
 from tests.support.service.namespaces import members as members_at
-from tests.support.service.real_service import START_S, RealService
-from tests.support.service.service_processes import running_command, wait_until
+from tests.support.service.real_service import START_S, RealService, write_tiny_model
+from tests.support.service.service_processes import wait_until
+from tests.support.service.torchruns import Torchrun
 
 STANDBY, HEAD, OTHER = 0, 1, 2  # nodes
 PORT = 8000
@@ -33,24 +33,26 @@ ANSWER_S = 120.0
 TEXT = {"model": "tiny", "max_tokens": 200, "ignore_eos": True}
 
 
-def worker(directory: Path, num_fronts: int) -> list[str]:
-    """Return the worker command that torchrun runs."""
+def worker(model: Path, num_fronts: int) -> list[str]:
+    """Return the words of `wideep` on each node."""
     return [
-        *("--no-python", str(directory / "wideep"), "worker", str(directory / "tiny"), "--host", "0.0.0.0"),
-        *("--kv-cache-memory", "16M", "--all2all-backend", "gloo", "--standby", SECOND),
-        *("--api-server-count", str(num_fronts)),
+        *("worker", str(model), "--host", "0.0.0.0", "--kv-cache-memory", "16M", "--all2all-backend", "gloo"),
+        *("--standby", SECOND, "--api-server-count", str(num_fronts)),
     ]
 
 
-def torchruns(namespaces: Sequence[str], directory: Path, num_fronts: int) -> list[list[str]]:
-    """Return the torchrun command of each node."""
+def torchruns(namespaces: Sequence[str], model: Path, num_fronts: int) -> list[Torchrun]:
+    """Return the torchrun of each node."""
     return [
-        [
-            *("ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run"),
-            *(f"--nnodes={len(namespaces)}", "--nproc-per-node=1", "--rdzv-backend=wideep"),
-            *(f"--local-addr=10.213.7.{node + 1}", f"--rdzv-endpoint={ENDPOINT}"),
-            *worker(directory, num_fronts),
-        ]
+        Torchrun(
+            [
+                *(f"--nnodes={len(namespaces)}", "--nproc-per-node=1", "--rdzv-backend=wideep"),
+                *(f"--local-addr=10.213.7.{node + 1}", f"--rdzv-endpoint={ENDPOINT}"),
+            ],
+            worker(model, num_fronts),
+            network=name,
+            environment=INTERFACE,
+        )
         for node, name in enumerate(namespaces)
     ]
 
@@ -73,18 +75,12 @@ class Nodes(NamedTuple):
 @contextlib.contextmanager
 def serving(directory: Path, num_nodes: int, num_fronts: int) -> Iterator[Nodes]:
     """Run a service with a standby in namespaces. Only the nodes of the endpoint and the standby have fronts."""
-    write_files(directory)
+    model = write_tiny_model(directory / "tiny")
     with made_namespaces(num_nodes) as names:
-        commands = torchruns(names, directory, num_fronts)
+        commands = torchruns(names, model, num_fronts)
         with RealService(PORT, commands, directory / "output.txt") as service:
-            nodes = Nodes(names, service)
-
-            def is_ready() -> bool:
-                service.check_runs()
-                return bool(ask(names[HEAD], "GET", f"{URLS[HEAD]}/health") is not None)
-
-            wait_until(is_ready, service.output, within_s=START_S)
-            yield nodes
+            service.wait_until(lambda: ask(names[HEAD], "GET", f"{URLS[HEAD]}/health") is not None)
+            yield Nodes(names, service)
 
 
 class Answer(NamedTuple):
@@ -173,31 +169,18 @@ def recovery_s(nodes: Nodes, how: str, clients: ThreadPoolExecutor) -> list[floa
     return [noticed_s - begun_s, served_s - noticed_s]
 
 
-@contextlib.contextmanager
-def rejoining(nodes: Nodes, directory: Path, num_fronts: int) -> Iterator[Path]:
-    """Run a separate torchrun on the lost node, which joins at the standby's store. Yields its output."""
-    command = [
-        *(
-            "ip",
-            "netns",
-            "exec",
-            nodes.names[HEAD],
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nnodes=1",
-        ),
-        *(
-            "--nproc-per-node=1",
-            "--rdzv-backend=wideep",
-            "--rdzv-endpoint=localhost:0",
-            "--local-addr=localhost",
-        ),
-        *(*worker(directory, num_fronts), "--join", f"{SECOND}:{STANDBY_PORT}"),
-    ]
-    output = directory / "joined.txt"
-    with running_command(command, output, end_s=END_S):
-        yield output
+def rejoining(nodes: Nodes, directory: Path, num_fronts: int) -> RealService:
+    """Start a separate torchrun on the lost node, which joins at the standby's store."""
+    torchrun = Torchrun(
+        [
+            *("--nnodes=1", "--nproc-per-node=1", "--rdzv-backend=wideep"),
+            *("--rdzv-endpoint=localhost:0", "--local-addr=localhost"),
+        ],
+        [*worker(directory / "tiny", num_fronts), "--join", f"{SECOND}:{STANDBY_PORT}"],
+        network=nodes.names[HEAD],
+        environment=INTERFACE,
+    )
+    return RealService(PORT, [torchrun], directory / "joined.txt")
 
 
 @pytest.mark.slow
@@ -224,9 +207,8 @@ def test_the_standby_serves_when_the_node_with_the_store_is_lost(
             set_link(nodes.names[HEAD], "up")
             assert nodes.service.processes[HEAD].wait(END_S) != 0
             assert nodes.said("this node was cut off, and the standby has taken over")
-        with rejoining(nodes, tmp_path, num_fronts) as output:
-            said = lambda: nodes.service.output() + output.read_text()  # noqa: E731
-            wait_until(lambda: nodes.members(STANDBY) == [0, 1], said, within_s=START_S)
+        with rejoining(nodes, tmp_path, num_fronts) as node:
+            node.wait_until(lambda: nodes.members(STANDBY) == [0, 1])
         assert nodes.service.processes[STANDBY].poll() is None
 
 

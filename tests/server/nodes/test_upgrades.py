@@ -22,29 +22,21 @@ from tests.server.nodes.test_nodes import (
 )
 from tests.support.service.forked import WIDEEP
 from tests.support.service.namespaces import ask
-from tests.support.service.real_service import REPOSITORY, START_S, RealService
+from tests.support.service.real_service import REPOSITORY, RealService
 from tests.support.service.service_processes import wait_until
 
 MESSAGES, VERSION = "server/link/messages.py", "server/machine/versions.py"
 
 
-def copied(directory: Path, model: Path, changed: str, old: str, new: str) -> Path:
-    """Copy WideEP, change the first `old` in one of its files, and return a folder with the model and the copy's command."""
-    directory.mkdir()
-    root = directory / "copy"
+def copied(root: Path, changed: str, old: str, new: str) -> list[str]:
+    """Copy WideEP, change the first `old` in one of its files, and return the copy's command."""
     for package in PACKAGES:
         shutil.copytree(REPOSITORY / package, root / package, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(REPOSITORY / "wideep.py", root)
     text = (root / changed).read_text()
     assert old in text
     (root / changed).write_text(text.replace(old, new, 1))
-    command = " ".join([*WIDEEP[:-1], WIDEEP[-1].replace(str(REPOSITORY), str(root))])
-    assert str(root) in command
-    wideep = directory / "wideep"
-    wideep.write_text(f'#!/bin/sh\nGLOO_SOCKET_IFNAME=veth0 PYTHONPATH= exec {command} "$@"\n')
-    wideep.chmod(0o755)
-    (directory / "tiny").symlink_to(model)
-    return directory
+    return [*WIDEEP[:-1], str(root / Path(WIDEEP[-1]).relative_to(REPOSITORY))]
 
 
 @pytest.fixture
@@ -75,17 +67,15 @@ def test_a_drained_node_returns_with_another_version_if_its_digests_match(
 
     assert stream_all(here, then=leave) == expected, "its streams continue on the other node"
     wait_until(lambda: members(here) == [1 - leaving], service.output)
-    refused = copied(tmp_path / "refused", tmp_path / "tiny", MESSAGES, "_FORM = 2", "_FORM = 3")
-    with joining(other, refused) as node:
-        assert node.wait(END_S) != 0
-    refusal = (refused / "joined.txt").read_text()
-    assert "with other messages (another link digest)" in refusal, refusal
+    model = tmp_path / "tiny"
+    refused = copied(tmp_path / "refused", MESSAGES, "_FORM = 2", "_FORM = 3")
+    with joining(other, model, tmp_path / "refused.txt", program=refused) as node:
+        assert node.wait_ended() != [0]
+        assert "with other messages (another link digest)" in node.output(), node.output()
     assert members(here) == [1 - leaving]
 
-    upgraded = copied(tmp_path / "upgraded", tmp_path / "tiny", VERSION, '"""', '"""A later version: ')
-    with joining(other, upgraded) as node:
-        said_by_node = (upgraded / "joined.txt").read_text
-        wait_until(lambda: members(here) == [0, 1] or node.poll() is not None, said_by_node, within_s=START_S)
-        assert members(here) == [0, 1], said_by_node()
+    upgraded = copied(tmp_path / "upgraded", VERSION, '"""', '"""A later version: ')
+    with joining(other, model, tmp_path / "upgraded.txt", program=upgraded) as node:
+        node.wait_until(lambda: members(here) == [0, 1])
         assert stream_all(other) == stream_all(here) == expected
-        assert "they serve together, but upgrade the others too" in said_by_node()
+        assert "they serve together, but upgrade the others too" in node.output()

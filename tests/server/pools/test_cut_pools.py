@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from tests.server.nodes.test_nodes import ENDPOINT, HTTP_PORT, NUM_STREAMS, STREAMS_S, torchruns, write_files
+from tests.server.nodes.test_nodes import ENDPOINT, HTTP_PORT, NUM_STREAMS, STREAMS_S, torchruns
 from tests.support.service.namespaces import ask, cut_link, made_namespaces, threads_inside
-from tests.support.service.real_service import START_S, RealService
+from tests.support.service.real_service import START_S, RealService, write_tiny_model
 from tests.support.service.service_processes import wait_until
 
 pytestmark = pytest.mark.slow
@@ -86,20 +86,23 @@ class Service(NamedTuple):
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """Return a service that each test leaves whole."""
     directory = tmp_path_factory.mktemp("cut")
-    write_files(directory)
+    model = write_tiny_model(directory / "tiny")
     with made_namespaces(3) as names:
         host = ENDPOINT.partition(":")[0]
         flags = ("--pools=both:1,both:2", "--max-rank-restarts=20")
         commands = [
-            [
-                f"--rdzv-conf=is_host={int(node == HEAD)}"
-                if word.startswith("--rdzv-conf")
-                else word
-                if word.startswith("--local-addr")
-                else word.replace(host, HEAD_HOST)
-                for word in command
-            ]
-            for node, command in enumerate(torchruns(names, directory, *flags))
+            torchrun._replace(
+                flags=[
+                    f"--rdzv-conf=is_host={int(node == HEAD)}"
+                    if word.startswith("--rdzv-conf")
+                    else word
+                    if word.startswith("--local-addr")
+                    else word.replace(host, HEAD_HOST)
+                    for word in torchrun.flags
+                ],
+                worker=[word.replace(host, HEAD_HOST) for word in torchrun.worker],
+            )
+            for node, torchrun in enumerate(torchruns(names, model, *flags))
         ]
         with RealService(HTTP_PORT, commands, directory / "output.txt") as processes:
             service = Service(names, processes)

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from tests.server.nodes.test_nodes import (
     ENDPOINT,
     ENDPOINT_NODE,
     HTTP_PORT,
+    INTERFACE,
     OTHER_NODE,
     URL,
     end_node,
@@ -25,11 +25,11 @@ from tests.server.nodes.test_nodes import (
     stream_all,
     wait_until_healthy,
     worker,
-    write_files,
 )
 from tests.support.service.namespaces import ask, made_namespaces, members
 from tests.support.service.real_service import START_S, RealService, write_tiny_model
 from tests.support.service.service_processes import wait_until
+from tests.support.service.torchruns import Torchrun
 
 pytestmark = pytest.mark.slow
 
@@ -40,27 +40,28 @@ DECODE = ("--pool=decode", "--role=decode", "--kv-offloading-size=64M")
 
 
 def torchrun(
-    namespace: str, directory: Path, node: int, num_ranks: int, *flags: str, meets: Sequence[str] = ()
-) -> list[str]:
-    """Return the command of a torchrun in a namespace with another host name, so that hosts share no memory.
+    namespace: str, model: Path, node: int, num_ranks: int, *flags: str, meets: Sequence[str] = ()
+) -> Torchrun:
+    """Return a torchrun in a namespace with another host name, so that hosts share no memory.
 
     Args:
         meets: torchrun's flags for its rendezvous; by default, those of a torchrun of one node.
     """
     meets = meets or ("--nnodes=1", "--rdzv-endpoint=localhost:0", "--local-addr=localhost")
-    return [
-        *("ip", "netns", "exec", namespace, "unshare", "--uts", "sh", "-c"),
-        *(f'hostname node-{node} && exec "$@"', "sh", sys.executable, "-m", "torch.distributed.run"),
-        *(f"--nproc-per-node={num_ranks}", "--rdzv-backend=c10d", *meets),
-        *worker(directory, *FLAGS, *flags),
-    ]
+    return Torchrun(
+        [f"--nproc-per-node={num_ranks}", "--rdzv-backend=c10d", *meets],
+        worker(model, *FLAGS, *flags),
+        network=namespace,
+        host_name=f"node-{node}",
+        environment=INTERFACE,
+    )
 
 
-def head(namespace: str, directory: Path, *flags: str) -> list[str]:
-    """Return the command of the torchrun that begins the service."""
+def head(namespace: str, model: Path, *flags: str) -> Torchrun:
+    """Return the torchrun that begins the service."""
     address = f"10.213.7.{ENDPOINT_NODE + 1}"
     meets = ("--nnodes=1", f"--rdzv-endpoint={ENDPOINT}", "--rdzv-conf=is_host=1", f"--local-addr={address}")
-    return torchrun(namespace, directory, ENDPOINT_NODE, 1, *HEAD_POOL, *flags, meets=meets)
+    return torchrun(namespace, model, ENDPOINT_NODE, 1, *HEAD_POOL, *flags, meets=meets)
 
 
 class PoolsOfTorchruns(NamedTuple):
@@ -115,11 +116,10 @@ class PoolsOfTorchruns(NamedTuple):
         self, name: str, *flags: str, num_ranks: int = 2, model: str = "tiny"
     ) -> Iterator[RealService]:
         """Run a torchrun on the other node that joins the service; its output is in a file of this name."""
-        command = torchrun(
-            self.names[OTHER_NODE], self.directory, OTHER_NODE, num_ranks, "--join", ENDPOINT, *flags
+        joining = torchrun(
+            self.names[OTHER_NODE], self.directory / model, OTHER_NODE, num_ranks, "--join", ENDPOINT, *flags
         )
-        command[command.index(str(self.directory / "tiny"))] = str(self.directory / model)
-        with RealService(HTTP_PORT, [command], self.directory / f"{name}.txt") as node:
+        with RealService(HTTP_PORT, [joining], self.directory / f"{name}.txt") as node:
             yield node
 
     def refusal(self, name: str, *flags: str, num_ranks: int = 1, model: str = "tiny") -> str:
@@ -137,9 +137,9 @@ def has_ended(node: RealService) -> bool:
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PoolsOfTorchruns]:
     """A service with one pool and two fronts, which each test leaves alone again."""
     directory = tmp_path_factory.mktemp("pools")
-    write_files(directory)
+    model = write_tiny_model(directory / "tiny")
     with made_namespaces(2) as names:
-        command = head(names[ENDPOINT_NODE], directory, "--api-server-count=2")
+        command = head(names[ENDPOINT_NODE], model, "--api-server-count=2")
         with RealService(HTTP_PORT, [command], directory / "output.txt") as service:
             wait_until_healthy(service, names)
             yield PoolsOfTorchruns(names, service, directory)
@@ -231,9 +231,9 @@ def test_a_pool_that_does_not_fit_is_refused_in_one_sentence_and_disturbs_nothin
 
 
 def test_a_torchrun_of_two_nodes_is_one_pool(tmp_path: Path) -> None:
-    write_files(tmp_path)
+    model = write_tiny_model(tmp_path / "tiny")
     with made_namespaces(3) as names:
-        commands = [head(names[ENDPOINT_NODE], tmp_path)]
+        commands = [head(names[ENDPOINT_NODE], model)]
         for node in (0, 2):
             address = f"10.213.7.{node + 1}"
             meets = [
@@ -241,7 +241,7 @@ def test_a_torchrun_of_two_nodes_is_one_pool(tmp_path: Path) -> None:
                 f"--rdzv-conf=is_host={int(node == 0)}",
             ]
             flags = ("--join", ENDPOINT, "--pool=replica", "--role=both")
-            commands.append(torchrun(names[node], tmp_path, node, 1, *flags, meets=meets))
+            commands.append(torchrun(names[node], model, node, 1, *flags, meets=meets))
         with RealService(HTTP_PORT, commands, tmp_path / "output.txt") as service:
             running = PoolsOfTorchruns(names, service, tmp_path)
             running.wait_for([0, 1, 2])
@@ -262,14 +262,9 @@ def test_a_node_without_a_name_returns_into_its_pool(namespaces: list[str], tmp_
         lost = lambda: end_node(service, OTHER_NODE)  # noqa: E731
         assert stream_all(running.here, prompt=TEXT, then=lost) == expected
         wait_until(lambda: len(members(running.here, URL)) == 1, service.output)
-        with joining(namespaces[OTHER_NODE], tmp_path, *pools, "--max-model-len=512") as node:
-            said = (tmp_path / "joined.txt").read_text
-            wait_until(
-                lambda: members(running.here, URL) == [0, 1] or node.poll() is not None,
-                said,
-                within_s=START_S,
-            )
-            assert members(running.here, URL) == [0, 1], said()
+        other, log = namespaces[OTHER_NODE], tmp_path / "joined.txt"
+        with joining(other, tmp_path / "tiny", log, *pools, "--max-model-len=512") as node:
+            node.wait_until(lambda: members(running.here, URL) == [0, 1])
             before = running.metric('wideep:request_moves_total{cause="hand_over"')
             running.call("POST", "/flush_cache")
             assert stream_all(running.here, prompt=TEXT) == expected

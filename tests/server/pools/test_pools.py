@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,9 @@ from expert_placement.placement import Placement
 from tests.server.faults.test_faults import PIECES, bodies, kill, supervisor_of
 from tests.support.placement.placements import held, random_placement
 from tests.support.requests.timed_streams import TimedStream, stream_all
-from tests.support.service.forked import WIDEEP
 from tests.support.service.real_service import START_S, RealService
 from tests.support.service.service_processes import has_ended, wait_until
+from tests.support.service.torchruns import Torchrun
 
 pytestmark = pytest.mark.slow
 
@@ -225,20 +224,13 @@ def test_pools_on_two_nodes_need_the_same_flag_and_serve_together(
     def start(log: Path, *pools: str) -> RealService:
         port, meeting = free_port(), free_port()
         commands = [
-            [
-                *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"),
-                *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{meeting}", "--no-python"),
-                *(
-                    *WIDEEP,
-                    "worker",
-                    str(model),
-                    "--port",
-                    str(port),
-                    "--kv-cache-memory",
-                    "16M",
-                    f"--pools={each}",
-                ),
-            ]
+            Torchrun(
+                [
+                    *("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d"),
+                    f"--rdzv-endpoint=127.0.0.1:{meeting}",
+                ],
+                ["worker", str(model), f"--port={port}", "--kv-cache-memory=16M", f"--pools={each}"],
+            )
             for each in pools
         ]
         return RealService(port, commands, log)

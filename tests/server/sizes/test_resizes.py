@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,10 +17,10 @@ import pytest
 from dispatch.ports import free_port
 from tests.server.faults.test_faults import bodies, has_members, supervisor_of
 from tests.support.requests.timed_streams import TimedStream, stream_all
-from tests.support.service.forked import WIDEEP
 from tests.support.service.process_figures import num_descriptors
 from tests.support.service.real_service import START_S, RealService, write_tiny_model
 from tests.support.service.service_processes import wait_until
+from tests.support.service.torchruns import Torchrun
 
 pytestmark = pytest.mark.slow
 
@@ -240,19 +239,13 @@ def test_a_grown_service_stops_and_leaves_no_process(model: Path, tmp_path: Path
 def test_a_node_that_joins_adds_its_ranks_and_leaves_with_them(model: Path, tmp_path: Path) -> None:
     """Both torchruns are on this machine."""
     port, rendezvous = free_port(), free_port()
-    wideep = tmp_path / "wideep"
-    wideep.write_text(f'#!/bin/sh\nexec {" ".join(WIDEEP)} "$@"\n')
-    wideep.chmod(0o755)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--rdzv-backend=c10d"]
-    worker = ["--no-python", str(wideep), "worker", str(model), f"--port={port}", "--kv-cache-memory=16M"]
-    first = [*torchrun, "--nproc-per-node=2", f"--rdzv-endpoint=127.0.0.1:{rendezvous}", *worker]
-    second = [
-        *torchrun,
-        "--nproc-per-node=1",
-        "--rdzv-endpoint=localhost:0",
-        *worker,
-        f"--join=127.0.0.1:{rendezvous}",
-    ]
+    torchrun = ["--nnodes=1", "--rdzv-backend=c10d"]
+    worker = ["worker", str(model), f"--port={port}", "--kv-cache-memory=16M"]
+    first = Torchrun([*torchrun, "--nproc-per-node=2", f"--rdzv-endpoint=127.0.0.1:{rendezvous}"], worker)
+    second = Torchrun(
+        [*torchrun, "--nproc-per-node=1", "--rdzv-endpoint=localhost:0"],
+        [*worker, f"--join=127.0.0.1:{rendezvous}"],
+    )
     with RealService(port, [first], tmp_path / "output.txt") as service:
         service.wait_ready()
         with Load(service):

@@ -1,12 +1,11 @@
-"""`wideep` as a fork of a process that has imported its modules: a start costs no seconds of a core.
+"""`wideep` and torchrun as forks of a process that has imported their modules: a start costs no seconds of a core.
 
-One such process per kind forks all commands of a test process. An order has the words of the command, its directory and its
-environment, with the descriptors of its output and of a socket for its pid and exit status. If the test process ends, so do its
+One such process per kind forks all commands of a test process. An order has the command, its directory, environment and
+namespaces, with the descriptors of its output and of a socket for its pid and exit status. If the test process ends, so do its
 commands.
 
-A forked `serve` forks its children too. Its fronts find torch imported, which real ones hide; a front of `FrontProcess` comes from a
-process without torch. All other commands start a new interpreter: torchrun, commands in namespaces of a network, those of docs and
-of benchmarks.
+A forked `serve` or torchrun forks its children too. Its fronts find torch imported, which real ones hide; a front of `FrontProcess`
+comes from a process without torch. All other commands start a new interpreter: those of docs and of benchmarks.
 """
 
 import contextlib
@@ -18,6 +17,7 @@ import importlib
 import json
 import os
 import random
+import select
 import selectors
 import signal
 import socket
@@ -36,9 +36,11 @@ from server.serve import children
 
 ROOT = Path(__file__).resolve().parents[3]
 WIDEEP = (sys.executable, "-P", str(ROOT / "server" / "__main__.py"))
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 FIRST_FD = 10  # number of the first descriptor that a forked command inherits
 _ORDER_BYTES = 2**17
-_FORKED_CHILDREN = ("launcher", "worker", "engine", "front")  # of a forked `serve`
+_FORKED_CHILDREN = ("launcher", "worker", "engine", "front")  # of a forked `serve` or torchrun
+_NEW_HOST_NAME, _NETWORK = 0x04000000, 0x40000000  # CLONE_NEWUTS, CLONE_NEWNET of linux/sched.h
 _PR_SET_MM, _PR_SET_MM_MAP = 35, 14  # linux/prctl.h
 
 
@@ -55,17 +57,25 @@ class Forked(children.AdoptedProcess):
     def __init__(
         self,
         kind: Kind,
-        words: Sequence[str],
+        command: Sequence[str],
         *,
         stdout_fd: int,
         stderr_fd: int,
         cwd: Path,
         environment: Mapping[str, str],
+        network: str = "",
+        host_name: str = "",
         kept_fds: Sequence[int] = (),
     ) -> None:
-        """Start `wideep` with these words in a new session. It gets `kept_fds` as descriptors `FIRST_FD` and up."""
+        """Start a command in a new session. It gets `kept_fds` as descriptors `FIRST_FD` and up.
+
+        Args:
+            command: `WIDEEP` or `TORCHRUN` with its words.
+            network: Name of the network namespace; empty: this process's.
+            host_name: In a namespace for it alone; empty: this machine's.
+        """
         self._answers, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        order = {"words": list(words), "cwd": str(cwd), "environment": dict(environment)}
+        order = _Order(list(command), str(cwd), dict(environment), network, host_name)
         with theirs:
             fds = [theirs.fileno(), stdout_fd, stderr_fd, *kept_fds]
             socket.send_fds(_orders(kind), [json.dumps(order).encode()], fds)
@@ -115,9 +125,11 @@ def _orders(kind: Kind) -> socket.socket:
 class _Order(NamedTuple):
     """What one command needs."""
 
-    words: list[str]
+    command: list[str]
     cwd: str
     environment: dict[str, str]
+    network: str
+    host_name: str
 
 
 def _serve(orders: socket.socket) -> tuple[_Order, list[int]] | None:
@@ -138,7 +150,7 @@ def _serve(orders: socket.socket) -> tuple[_Order, list[int]] | None:
                 if not content:
                     return None
                 if (pid := os.fork()) == 0:
-                    return _Order(**json.loads(content)), fds[1:]
+                    return _Order(*json.loads(content)), fds[1:]
                 answers = socket.socket(fileno=fds.pop(0))
                 for fd in fds:
                     os.close(fd)
@@ -159,11 +171,27 @@ def _run(order: _Order, fds: list[int]) -> int:
     for fd, place in zip(high, places, strict=True):
         os.dup2(fd, place)
     os.chdir(order.cwd)
-    return _become(order.words, order.environment, places)
+    _enter(order.network, order.host_name)
+    return _become(order.command, order.environment, places)
 
 
-def _become(words: Sequence[str], environment: Mapping[str, str], kept_fds: Sequence[int]) -> int:
-    """Run `wideep` in this forked process. Return its exit status."""
+def _enter(network: str, host_name: str) -> None:
+    """Move this process to namespaces. Empty names: it stays."""
+    if network:
+        with Path("/var/run/netns", network).open("rb") as file:
+            _call_libc("setns", file.fileno(), _NETWORK)
+    if host_name:
+        _call_libc("unshare", _NEW_HOST_NAME)
+        socket.sethostname(host_name)
+
+
+def _call_libc(function: str, *arguments: int) -> None:
+    if getattr(ctypes.CDLL(None, use_errno=True), function)(*arguments):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def _become(command: Sequence[str], environment: Mapping[str, str], kept_fds: Sequence[int]) -> int:
+    """Run `wideep` or torchrun in this forked process. Return its exit status."""
     for fd in map(int, os.listdir("/proc/self/fd")):
         if fd > 2 and fd not in kept_fds:
             with contextlib.suppress(OSError):  # that of the list itself
@@ -171,9 +199,39 @@ def _become(words: Sequence[str], environment: Mapping[str, str], kept_fds: Sequ
     os.environ.clear()
     os.environ.update(environment)
     random.seed()
-    sys.argv = [WIDEEP[-1], *words]
-    _show_as([*WIDEEP, *words], environment)
+    sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    _show_as(command, environment)
+    if tuple(command[: len(TORCHRUN)]) == TORCHRUN:
+        sys.argv = list(command[len(TORCHRUN) - 1 :])
+        importlib.import_module(TORCHRUN[-1]).main()
+        return 0
+    sys.argv = list(command[len(WIDEEP) - 1 :])
     return wideep.main()
+
+
+def _popen_of_torchrun(
+    args: Sequence[str], *, env: Mapping[str, str], stdout: None, stderr: None, start_new_session: bool
+) -> subprocess.Popen[bytes] | children.AdoptedProcess:
+    """Fork a worker of torchrun, instead of starting a new interpreter."""
+    assert start_new_session and stdout is None and stderr is None
+    started = _popen(args, env=env, pass_fds=(), process_group=None, preexec_fn=os.setsid)
+    return _Worker(started.pid) if isinstance(started, children.AdoptedProcess) else started
+
+
+class _Worker(children.AdoptedProcess):
+    """A worker of torchrun."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end, as `subprocess.Popen` does.
+
+        Raises:
+            subprocess.TimeoutExpired: It still runs.
+        """
+        if self.returncode is None:
+            with os.fdopen(os.pidfd_open(self.pid)) as pidfd:
+                if not select.select([pidfd], [], [], timeout)[0]:
+                    raise subprocess.TimeoutExpired("wideep worker", timeout or 0.0)
+        return super().wait()
 
 
 def _popen(
@@ -181,12 +239,11 @@ def _popen(
     *,
     env: Mapping[str, str],
     pass_fds: Sequence[int],
-    process_group: int,
+    process_group: int | None,
     preexec_fn: Callable[[], None],
 ) -> subprocess.Popen[bytes] | children.AdoptedProcess:
     """Fork a child of a service, instead of starting a new interpreter. It has the arguments of `start_child`."""
-    program, words = tuple(command[: len(WIDEEP)]), command[len(WIDEEP) :]
-    if program != WIDEEP or words[0] not in _FORKED_CHILDREN:
+    if tuple(command[: len(WIDEEP)]) != WIDEEP or command[len(WIDEEP)] not in _FORKED_CHILDREN:
         return subprocess.Popen(
             command, env=env, pass_fds=pass_fds, process_group=process_group, preexec_fn=preexec_fn
         )
@@ -196,10 +253,11 @@ def _popen(
         return children.AdoptedProcess(pid)
     status = 1
     try:
-        os.setpgid(0, process_group)
+        if process_group is not None:
+            os.setpgid(0, process_group)
         _reset_signals()
         preexec_fn()
-        status = _become(words, env, pass_fds)
+        status = _become(command, env, pass_fds)
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 1
     except Exception:  # noqa: BLE001 - an interpreter would print it, too
@@ -283,6 +341,11 @@ def _import(kind: Kind) -> None:
     if kind == Kind.SERVICE:
         for name in ("serve", "launcher", "worker", "supervisor", "rank.engine"):
             importlib.import_module(f"server.serve.{name}")
+        importlib.import_module(TORCHRUN[-1])
+        workers = importlib.import_module(
+            "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
+        )
+        workers.Popen = _popen_of_torchrun  # type: ignore[attr-defined]
     importlib.import_module("server.serve.front.front_main")._import_http_service()
     children.subprocess = SimpleNamespace(Popen=_popen)  # type: ignore[assignment, attr-defined]
 

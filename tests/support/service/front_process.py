@@ -24,7 +24,7 @@ from server.serve.store.rendezvous import listens_on
 from tests.support.models.tiny_tokenizer import MAX_LEN
 from tests.support.requests import plain_http
 from tests.support.service.fake_rank import EXPERT_BYTES, FakeRank, Script, experts_of
-from tests.support.service.forked import FIRST_FD, Forked, Kind
+from tests.support.service.forked import FIRST_FD, WIDEEP, Forked, Kind
 from tests.support.service.service_processes import wait_until
 
 TIMEOUT_S = 60.0
@@ -69,7 +69,7 @@ class FrontProcess:
             out_fd = 1 if log is None else files.enter_context(log.open("w")).fileno()
             self.process = Forked(
                 Kind.FRONT,
-                words,
+                [*WIDEEP, *words],
                 stdout_fd=out_fd,
                 stderr_fd=their_stderr_fd,
                 cwd=model,

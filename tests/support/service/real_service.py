@@ -4,7 +4,8 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,6 +17,7 @@ from tests.support.models.tiny_tokenizer import CHAT_TEMPLATE, write_tokenizer
 from tests.support.requests import plain_http
 from tests.support.service.forked import WIDEEP, Forked, Kind, can_fork_services
 from tests.support.service.service_processes import command_of, wait_until
+from tests.support.service.torchruns import Torchrun
 
 REPOSITORY = Path(__file__).parents[3]
 START_S = 1200.0  # kernels may have to be compiled first, on a busy machine
@@ -37,7 +39,7 @@ def write_tiny_model(
 class RealService:
     """One or more commands that form a service. A context manager that ends all of them."""
 
-    def __init__(self, port: int, commands: Sequence[Sequence[str]], log: Path) -> None:
+    def __init__(self, port: int, commands: Sequence[Sequence[str] | Torchrun], log: Path) -> None:
         """Start the commands. `wait_ready` waits for them."""
         self.port, self._log = port, log
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "GLOO_SOCKET_IFNAME": "lo"}
@@ -82,6 +84,15 @@ class RealService:
             return (now["phase"], now["members"]) == ("serving", list(range(num_ranks)))
 
         wait_until(is_whole, self.output, within_s=START_S)
+
+    def wait_until(self, holds: Callable[[], bool]) -> None:
+        """Wait for a condition. Fail if a command ends before it holds."""
+
+        def holds_while_running() -> bool:
+            self.check_runs()
+            return holds()
+
+        wait_until(holds_while_running, self.output, within_s=START_S)
 
     def check_runs(self) -> None:
         """Fail if a command has ended."""
@@ -155,19 +166,22 @@ class RealService:
 
 
 def _start(
-    command: Sequence[str], output_fd: int, environment: Mapping[str, str]
+    command: Sequence[str] | Torchrun, output_fd: int, environment: Mapping[str, str]
 ) -> subprocess.Popen[bytes] | Forked:
-    """Start a command in a new session, `wideep serve` as a fork if the kernel allows it."""
-    words = command[len(WIDEEP) :]
-    if tuple(command[: len(WIDEEP)]) == WIDEEP and words[0] == "serve" and can_fork_services():
-        return Forked(
-            Kind.SERVICE,
-            words,
-            stdout_fd=output_fd,
-            stderr_fd=output_fd,
-            cwd=Path.cwd(),
-            environment=environment,
-        )
+    """Start a command in a new session, `wideep serve` and torchrun as forks if the kernel allows it."""
+    forked = partial(Forked, Kind.SERVICE, stdout_fd=output_fd, stderr_fd=output_fd, cwd=Path.cwd())
+    if isinstance(command, Torchrun):
+        environment = {**environment, **command.environment}
+        if command.program == WIDEEP and can_fork_services():
+            return forked(
+                command.command(),
+                environment=environment,
+                network=command.network,
+                host_name=command.host_name,
+            )
+        command = command.command_with_namespaces()
+    elif tuple(command[: len(WIDEEP) + 1]) == (*WIDEEP, "serve") and can_fork_services():
+        return forked(command, environment=environment)
     return subprocess.Popen(
         command, stdout=output_fd, stderr=subprocess.STDOUT, env=environment, start_new_session=True
     )
