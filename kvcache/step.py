@@ -72,6 +72,7 @@ class Step:
         self.images: list[PlacedRows] = []  # rows of images, at the rows of the batch that they replace
         # By row of an image: the image's end in the sequence. 0 for other rows. For layers in which images attend both ways.
         self.image_end_T = torch.zeros(padded, dtype=torch.int64)
+        self.takes_axes = False  # whether the model takes positions on each axis; set when it is built
         self.has_axes = False  # whether any row's positions differ between axes: `axes_4T` has them
         self.has_long = False  # whether any row's sequence is long: `long_T` has them
         self.tells_long = False  # whether the model uses `long_T`; set when it is built

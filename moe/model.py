@@ -79,10 +79,13 @@ class Skeleton:
         mtp_layers = find_mtp_layers(directory, config) if has_mtp else ()
         self.model: PreTrainedModel = build_on_meta(config, backend.model_dtype, mtp_layers)
         experts_modules(self.model)  # refuses a model without experts before the rehearsal
-        if backend is CPU:  # other devices take no images: the rehearsal removes experts that no text reaches
+        has_image_experts = image_experts.has_any(self.model)
+        if backend is CPU:  # on other devices, the rehearsal removes experts that no text reaches
             image_experts.exchange(self.model)
         codes = CODES[kv_cache_dtype]
         self.cache_shapes = [replace(shape, codes=codes) for shape in rehearse(self.model)]
+        # Whether the decoder can run rows of images on the device.
+        self.takes_images = backend is CPU or not has_image_experts
         self.experts = experts_modules(self.model)
         self.num_experts = int(next(iter(self.experts.values())).num_experts)
         problem = backend.why_unserved(self.model, self.cache_shapes, self.quantisation)
@@ -181,6 +184,7 @@ class Model:
         self.checkpoint.release_memory()
         self._body = KeptBody(self.net)
         self._images = ImagePlaces(self.net)
+        self.step.takes_axes = self._images.have_axes
         self._drafting = drafting_of(self.net)
         # Rows that drafts start from: the decoder's and the last draft's. Captured steps write the same memory.
         self._hidden_TD = self._drafted_TD = self._make_hidden()

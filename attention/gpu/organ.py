@@ -107,7 +107,8 @@ def attend(
             own.table_SM[of_decodes], _scratch(pages, H, value_dim), scales=own.scales, out=out_PHV[of_decodes], **options,
         )  # fmt: skip
     if not step.is_decode_only:
-        _prefill(query_PHD, own, step, out_PHV, step.prompts, **options)
+        ends = step.image_ends_on_device() if shape.sees_images else None
+        _prefill(query_PHD, own, step, out_PHV, step.prompts, image_end_T=ends, **options)
     return out_PHV[None], None
 
 

@@ -9,6 +9,7 @@ Tiles of the context that all rows see are not masked, in a separate loop. The c
 tile, and so in which loop a row meets a tile. Its bits do not depend on that, nor on the chunk it comes in: `soften` leaves no
 choice of fused operations to the compiler, a tile of which a row sees nothing leaves its sums as they are, and every tile
 begins at a multiple of its size.
+Rows of an image may also see later tokens: those up to their image's end, which one step runs.
 Programs with the longest contexts start first, so that the last ones to end are short. A key dim that is not a power of 2
 (192 of expanded latents) is multiplied in two parts, instead of being padded to the next one.
 
@@ -45,8 +46,8 @@ class PrefillTile(NamedTuple):
 
 @triton.jit
 def attend_tokens(
-    at, blocks, q, q_rest, position, top, total, sum_RV, keys, values, key_scales, value_scales, own_table, stop, kv_head,
-    scale, factor,
+    at, blocks, q, q_rest, position, last_seen, top, total, sum_RV, keys, values, key_scales, value_scales, own_table,
+    stop, kv_head, scale, factor,
     KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, D_REST: tl.constexpr, V: tl.constexpr,
     V_PAD: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
     SOFT_CAP: tl.constexpr, HAS_SCALES: tl.constexpr, IS_MASKED: tl.constexpr,
@@ -75,7 +76,7 @@ def attend_tokens(
     if SOFT_CAP > 0:
         scores = capped(scores * scale, SOFT_CAP)
     if IS_MASKED:
-        is_seen = token[None, :] <= position[:, None]
+        is_seen = token[None, :] <= last_seen[:, None]
         if WINDOW > 0 or CHUNK > 0:
             is_seen &= token[None, :] >= first_seen(position, WINDOW, CHUNK)[:, None]
         scores = tl.where(is_seen, scores, float("-inf"))
@@ -89,11 +90,12 @@ def attend_tokens(
 
 @triton.jit
 def attend_tile(
-    query, keys, values, key_scales, value_scales, tiles, query_start, context, table, sinks, out, query_stride, out_stride, table_stride, scale,
+    query, keys, values, key_scales, value_scales, tiles, query_start, context, table, sinks, image_ends, out,
+    query_stride, out_stride, table_stride, scale,
     GROUP: tl.constexpr, ROWS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     D_REST: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HAS_SCALES: tl.constexpr, HAS_INNER: tl.constexpr,
+    HAS_SCALES: tl.constexpr, HAS_INNER: tl.constexpr, HAS_IMAGES: tl.constexpr,
 ):  # fmt: skip
     """Run as program (tile, KV head, part of the tile's query tokens).
 
@@ -114,6 +116,11 @@ def attend_tile(
     position = cached + first + row // GROUP
     head = kv_head * GROUP + row % GROUP
     token_row = row_begin + first + row // GROUP
+    last_seen = position
+    if HAS_IMAGES:
+        image_end = tl.load(image_ends + token_row, mask=is_row, other=0).to(tl.int32)
+        last_seen = tl.maximum(position, image_end - 1)
+        stop = tl.maximum(stop, tl.max(image_end, axis=0))
     own_query = query + token_row[:, None] * query_stride + head[:, None] * D
     q = tl.load(own_query + dim[None, :], mask=is_row[:, None] & (dim[None, :] < D), other=0.0)
     q_rest = q
@@ -128,30 +135,31 @@ def attend_tile(
     sum_RV = tl.zeros([ROWS, V_PAD], tl.float32)
     own_table = table + sequence * table_stride
     begin = first_seen(cached + first, WINDOW, CHUNK) // TILE * TILE
+    last_row = cached + first + count - 1
     blocks = blocks_of(own_table, begin, stop, BLOCK, TILE)
     inner = begin  # all rows see the tiles from here to the next mark
     last = begin
     if HAS_INNER:
         last = tl.maximum((cached + first + 1) // TILE * TILE, begin)
         if WINDOW > 0 or CHUNK > 0:
-            inner = tl.minimum(tl.cdiv(first_seen(stop - 1, WINDOW, CHUNK), TILE) * TILE, last)
+            inner = tl.minimum(tl.cdiv(first_seen(last_row, WINDOW, CHUNK), TILE) * TILE, last)
             for at in range(bound(begin), bound(inner), TILE):
                 blocks, top, total, sum_RV = attend_tokens(
-                    at, blocks, q, q_rest, position, top, total, sum_RV, keys, values, key_scales, value_scales, own_table,
-                    stop, kv_head, scale, factor, KV_HEADS, D, D_PAD, D_REST, V, V_PAD, BLOCK, TILE, WINDOW, CHUNK, SOFT_CAP,
-                    HAS_SCALES, True,
+                    at, blocks, q, q_rest, position, last_seen, top, total, sum_RV, keys, values, key_scales, value_scales,
+                    own_table, stop, kv_head, scale, factor, KV_HEADS, D, D_PAD, D_REST, V, V_PAD, BLOCK, TILE, WINDOW, CHUNK,
+                    SOFT_CAP, HAS_SCALES, True,
                 )  # fmt: skip
         for at in range(bound(inner), bound(last), TILE):
             blocks, top, total, sum_RV = attend_tokens(
-                at, blocks, q, q_rest, position, top, total, sum_RV, keys, values, key_scales, value_scales, own_table, stop,
-                kv_head, scale, factor, KV_HEADS, D, D_PAD, D_REST, V, V_PAD, BLOCK, TILE, WINDOW, CHUNK, SOFT_CAP,
-                HAS_SCALES, False,
+                at, blocks, q, q_rest, position, last_seen, top, total, sum_RV, keys, values, key_scales, value_scales,
+                own_table, stop, kv_head, scale, factor, KV_HEADS, D, D_PAD, D_REST, V, V_PAD, BLOCK, TILE, WINDOW, CHUNK,
+                SOFT_CAP, HAS_SCALES, False,
             )  # fmt: skip
     for at in range(bound(last), bound(stop), TILE):
         blocks, top, total, sum_RV = attend_tokens(
-            at, blocks, q, q_rest, position, top, total, sum_RV, keys, values, key_scales, value_scales, own_table, stop,
-            kv_head, scale, factor, KV_HEADS, D, D_PAD, D_REST, V, V_PAD, BLOCK, TILE, WINDOW, CHUNK, SOFT_CAP, HAS_SCALES,
-            True,
+            at, blocks, q, q_rest, position, last_seen, top, total, sum_RV, keys, values, key_scales, value_scales, own_table,
+            stop, kv_head, scale, factor, KV_HEADS, D, D_PAD, D_REST, V, V_PAD, BLOCK, TILE, WINDOW, CHUNK, SOFT_CAP,
+            HAS_SCALES, True,
         )  # fmt: skip
     result = sum_RV / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(
@@ -209,6 +217,7 @@ def paged_prefill(
     chunk: int = 0,
     soft_cap: float = 0.0,
     sinks_H: Tensor | None = None,
+    image_end_T: Tensor | None = None,
     out: Tensor | None = None,
     tile: PrefillTile | None = None,
 ) -> Tensor:
@@ -220,6 +229,8 @@ def paged_prefill(
         tiles_X3: int64 [X, 3] from `Step.tiles(tile_tokens(...))`. A tile of 0 tokens does nothing.
         query_start_S: int64 [S + 1], first row of each sequence and the end. context_S: int64 [S], tokens after this step.
         block_table_SM, scale, scales, window, chunk, soft_cap, sinks_H: As in `decode.paged_decode`.
+        image_end_T: int64 [T], by row of an image the image's end in the sequence, as `Step.image_end_T`. Such a row also sees
+            the tokens up to there. None: no row does.
         out: [T, H, V] to write into, heads contiguous; by default a new tensor of zeros.
         tile: Tile to use; by default from the table.
 
@@ -243,10 +254,11 @@ def paged_prefill(
     parts = triton.cdiv(tile_tokens(H, G, D, V), rows // group)
     attend_tile[(tiles_X3.shape[0], G, parts)](
         query_THD, keys_NGBD, values_NGBV, *(scales or (None, None)), tiles_X3, query_start_S, context_S, block_table_SM,
-        sinks_H, out, query_THD.stride(0), out.stride(0), block_table_SM.stride(0), scale, GROUP=group,
+        sinks_H, image_end_T, out, query_THD.stride(0), out.stride(0), block_table_SM.stride(0), scale, GROUP=group,
         ROWS=rows, KV_HEADS=G, D=D, D_PAD=main, D_REST=rest, V=V,
         V_PAD=triton.next_power_of_2(V), BLOCK=block, TILE=tile.tokens, WINDOW=window, CHUNK=chunk, SOFT_CAP=soft_cap,
-        HAS_SINKS=sinks_H is not None, HAS_SCALES=scales is not None, HAS_INNER=not (window or chunk) or (window or chunk) >= _LONG_WINDOW,
+        HAS_SINKS=sinks_H is not None, HAS_SCALES=scales is not None,
+        HAS_INNER=not (window or chunk) or (window or chunk) >= _LONG_WINDOW, HAS_IMAGES=image_end_T is not None,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out

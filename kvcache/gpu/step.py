@@ -65,6 +65,7 @@ class OnDevice(NamedTuple):
     # The same for the later sequences, which recurrences compute in chunks; [0] or [1 + sequences].
     chunk_start_C: Tensor
     is_long_P: Tensor  # 1 for a row of a long sequence; only of models that use it
+    axes_A: Tensor  # [4 * P]: positions in tokens, time, height and width; only of models that take axes
     table_SM: Tensor
 
 
@@ -86,7 +87,9 @@ def _one_by_one(spans: Sequence[Span], num_decodes: int) -> list[Span]:
     cut: list[Span] = []
     for span in spans:
         if len(cut) < num_decodes and span.length > 1:
-            cut += [span._replace(start=span.start + row, length=1) for row in range(span.length)]
+            for row in range(span.length):
+                axes = None if span.axes is None else span.axes[:, row : row + 1]
+                cut.append(span._replace(start=span.start + row, length=1, axes=axes))
         else:
             cut.append(span)
     return cut
@@ -164,8 +167,9 @@ class DeviceStep(Step):
         self._most_pairs = 1 << 62
         self._rows: tuple[Tensor, Tensor] | None = None
         self._adapters_P: Tensor | None = None
+        self._image_ends_P: Tensor | None = None
         most_values = (
-            7 * padded + 7 * max(padded, max_sequences) + 64 + 2 * self._most_new + 2 * max_sequences
+            11 * padded + 7 * max(padded, max_sequences) + 64 + 2 * self._most_new + 2 * max_sequences
         )
         self._host = self._pinned(most_values)
         self._host_values = self._host.numpy()
@@ -187,8 +191,9 @@ class DeviceStep(Step):
 
     @property
     def has_fixed_shape(self) -> bool:
-        """Whether the padded size determines all that the step launches, on every rank. Rows with adapters launch more."""
-        if self.has_adapters:
+        """Whether the padded size determines all that the step launches, on every rank. Rows with adapters and rows of
+        images launch more."""
+        if self.has_adapters or self.images:
             return False
         if self.prompt_shape is not None:
             return self._has_room
@@ -218,6 +223,11 @@ class DeviceStep(Step):
         """Positions of all rows, padding included, on the device."""
         return self.on_device.position_P
 
+    @property
+    def model_positions(self) -> Tensor:
+        """As `Step.model_positions`, on the device. The shape depends only on the model."""
+        return self.on_device.axes_A.view(4, 1, -1) if self.takes_axes else self.positions[None]
+
     def fill(self, spans: Sequence[Span], num_decodes: int = 0, *, agreed_tokens: int = 0) -> None:
         """Fill the step. A decode's drafts become sequences of one token each, on the same blocks.
 
@@ -236,7 +246,7 @@ class DeviceStep(Step):
         that work."""
         self._tiles_on_device.clear()
         self._expansions.clear()
-        self._rows = self._adapters_P = None
+        self._rows = self._adapters_P = self._image_ends_P = None
 
     def inputs(self, token_ids: Sequence[int], rows: Sequence[int], drawn: Drawn | None = None) -> Inputs:
         """Set the tokens of the filled batch, and copy the step to the device, as `Step.inputs`.
@@ -254,8 +264,8 @@ class DeviceStep(Step):
         Z = P if self.has_states else 0
         walk_start, chunk_start = recurrent_starts = self._recurrent_starts(S)
         lengths = (
-            P, P, P, R, S, S, S + 1, 1, Z, Z, Z, len(walk_start), len(chunk_start), P if self.tells_long else 0, N, N,
-            D, D,
+            P, P, P, R, S, S, S + 1, 1, Z, Z, Z, len(walk_start), len(chunk_start), P if self.tells_long else 0,
+            4 * P if self.takes_axes else 0, N, N, D, D,
         )  # fmt: skip
         # Every part begins at a multiple of 16 bytes: kernels are compiled for aligned pointers, and again for others.
         starts = [0, *accumulate(length + length % 2 for length in lengths)]
@@ -288,8 +298,8 @@ class DeviceStep(Step):
         T = self.num_tokens
         (
             position_P, cache_slot_P, token_P, row_R, context_S, decode_context_S, query_start_S, num_decodes_1,
-            state_before_P, state_after_P, row_before_P, walk_start_W, chunk_start_C, is_long_P, place_N, block_N, row_D,
-            source_D,
+            state_before_P, state_after_P, row_before_P, walk_start_W, chunk_start_C, is_long_P, axes_A, place_N, block_N,
+            row_D, source_D,
         ) = host  # fmt: skip
         position_P[:T], position_P[T:] = self._position[:T], 0
         cache_slot_P[:T], cache_slot_P[T:] = self._cache_slot[:T], -1
@@ -305,6 +315,10 @@ class DeviceStep(Step):
         is_long_P[:] = 0
         if self.tells_long and self.has_long:
             is_long_P[:T] = self.long_T[:T].numpy()
+        if self.takes_axes:
+            axes_4P = axes_A.reshape(4, -1)
+            axes_4P[:, :T] = self.axes_4T[:, :T].numpy() if self.has_axes else self._position[:T]
+            axes_4P[:, T:] = 0
         place_N[:], block_N[:] = new_blocks.T
         if drawn is not None:
             row_D[:], source_D[:] = drawn.rows, drawn.sources
@@ -373,6 +387,14 @@ class DeviceStep(Step):
             places[: self.num_tokens] = self.adapter_T[: self.num_tokens].numpy()
             self._adapters_P = self._upload(places)
         return self._adapters_P
+
+    def image_ends_on_device(self) -> Tensor | None:
+        """Return `Step.image_end_T` on the device: int64 [num_padded]. None if no row is of an image."""
+        if self.images and self._image_ends_P is None:
+            ends = np.zeros(self.num_padded, np.int64)
+            ends[: self.num_tokens] = self.image_end_T[: self.num_tokens].numpy()
+            self._image_ends_P = self._upload(ends)
+        return self._image_ends_P
 
     def idle(self, size: int) -> Inputs:
         """Describe an empty decode step, padded to one of `graph_sizes`, for compilation and capture."""
@@ -483,7 +505,7 @@ class DeviceStep(Step):
 
     def _padded(self, num_tokens: int) -> int:
         self.prompt_shape, self._has_room = None, True
-        if self.has_fixed_shape and self._is_wide:
+        if self._is_wide and self.is_decode_only and self.agreed_tokens:
             return min(self.agreed_tokens, self.sizes[-1])
         if self.is_decode_only:
             return self.sizes[bisect_left(self.sizes, num_tokens)]

@@ -32,6 +32,11 @@ _TOLERANCE = 1e-5
 _FOREIGN_ERRORS = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
 
 
+def has_any(model: PreTrainedModel) -> bool:
+    """Return whether a model has blocks with both kinds of experts."""
+    return any(_has_both(module) for module in model.modules())
+
+
 def exchange(model: PreTrainedModel) -> int:
     """Let every block with both kinds of experts run both on the whole batch. Return the number of these blocks.
 

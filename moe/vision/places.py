@@ -29,6 +29,9 @@ class ImagePlaces:
         self._layers = decoder_layers(net)
         # Gemma 4: a second embedding, of which the rows of images take the padding token's.
         self._more_embeddings: nn.Module | None = getattr(net.get_decoder(), "embed_tokens_per_layer", None)
+        # Whether positions count time, height and width (multimodal rotary embeddings), in `transformers`' names.
+        marks = ("get_rope_index", "mrope_section")
+        self.have_axes = all(any(hasattr(module, mark) for module in net.modules()) for mark in marks)
         self._pad_id = getattr(net.config.get_text_config(decoder=True), "pad_token_id", None) or 0
 
     @contextmanager

@@ -84,8 +84,8 @@ class Runner:
         Raises:
             ImageRowsError: They cannot be used.
         """
-        if request.images and self._model.device.type != "cpu":
-            raise ImageRowsError("images are supported on CPUs only")
+        if request.images and not self._model.skeleton.takes_images:
+            raise ImageRowsError("images of this model are supported on CPUs only")
         return replace(request, images=read_rows(request.images, self._model.hidden_dim))
 
     @property

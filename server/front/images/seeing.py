@@ -53,6 +53,7 @@ class ImageSupport(NamedTuple):
 
 
 _NO_TOKENS = ImageTokens(0, 0)
+_WITH_IMAGE_EXPERTS = "ernie4_5_vl_moe"
 
 
 def image_support_of(
@@ -97,8 +98,8 @@ def _why_not(config: Mapping[str, Any], directory: Path, device: str) -> str:
         return "it has no image tower"
     if model_type not in IMAGE_TYPES:
         return f"images for models of type {model_type} are not supported"
-    if device != "cpu":
-        return "images are supported with --device cpu only"
+    if device != "cpu" and model_type == _WITH_IMAGE_EXPERTS:
+        return f"images for models of type {model_type} are supported with --device cpu only"
     if not any((directory / name).is_file() for name in PROCESSOR_FILES):
         return f"its directory has no {PROCESSOR_FILES[0]}"
     if importlib.util.find_spec("PIL") is None:

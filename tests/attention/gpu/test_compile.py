@@ -238,6 +238,9 @@ MORE_CASES = {
     "decode_gemma4": Case(partial(launch_decode, GEMMA4, 64), "attend_splits"),
     "merge_gemma4": Case(partial(launch_decode, GEMMA4, 64), "merge_parts", 128),
     "decode_gemma4_group_of_16": Case(partial(launch_decode, Heads(32, 2, 512, 512), 64), "attend_splits"),
+    "prefill_gemma4_images": Case(
+        partial(launch_prefill, GEMMA4, window=1024, image_end_T=empty(512)), "attend_tile"
+    ),
     "prefill_gemma4_group_of_16": Case(partial(launch_prefill, Heads(32, 2, 512, 512)), "attend_tile"),
     "decode_320": Case(partial(launch_decode, Heads(16, 2, 320, 320), 64, window=1024), "attend_splits"),
     "prefill_320": Case(partial(launch_prefill, Heads(16, 2, 320, 320), window=1024), "attend_tile"),

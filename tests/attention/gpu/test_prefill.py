@@ -115,6 +115,25 @@ def test_prefill_of_codes_equals_the_oracle(on_device: OnDevice, case: tuple[Any
     on_device(compare, *case)
 
 
+def see_images(device: str, window: int) -> None:
+    """Images within a tile, over two tiles, and at the end of a prompt, whose rows see each other both ways."""
+    paged = make_paged([(37, 1), (20, 90), (0, 30)], SMALL).to(device)
+    ends = paged.step.image_end_T
+    for row, length, end in ((3, 10, 32), (40, 35, 94), (105, 16, 30)):
+        ends[row : row + length] = end
+    query = torch.randn(paged.step.num_tokens, 4, 32).to(device)
+    ours = prefill(paged, query, window=window, image_end_T=ends.to(device))
+    check_close(ours, oracle(query, paged, window=window, sees_images=True))
+    assert not torch.allclose(ours, prefill(paged, query, window=window), atol=1e-2), (
+        "the control did not fail"
+    )
+
+
+@pytest.mark.parametrize("window", [0, 8, 40, 1024])
+def test_rows_of_an_image_see_its_later_rows(on_device: OnDevice, window: int) -> None:
+    on_device(see_images, window)
+
+
 def cut_otherwise(device: str) -> None:
     """Compare bits. On a GPU, any cut gives equal bits. In the interpreter, numpy's products may differ for a row at another
     position in a tile, so only cuts that keep its position are tested."""

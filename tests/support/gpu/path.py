@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvcache.images import Image, axes_of, rows_in
 from kvcache.states import NO_STATE, StatePiece
 from kvcache.step import Span
 from moe.long_rotary import limit_of
@@ -39,6 +40,7 @@ def run_steps(
     forward: Forward | None = None,
     only_last: bool = False,
     adapters: Sequence[int] = (),
+    images: Sequence[Sequence[Image]] = (),
 ) -> list[np.ndarray]:
     """Run given tokens in given steps. Return the logits of every token, [tokens, V] per sequence.
 
@@ -48,6 +50,7 @@ def run_steps(
         forward: Runs the steps; by default the model.
         only_last: Return only the logits of each part's last token.
         adapters: Place of each sequence's adapter; empty: no sequence has one.
+        images: Images of each sequence; empty: no sequence has one.
     """
     model, step, cache = built.model, built.runner.step, built.runner._cache
     forward = forward or model.forward
@@ -66,7 +69,11 @@ def run_steps(
             is_long = limit is not None and len(sequences[sequence]) > limit
             pieces = (piece,) if step.has_states else ()
             adapter = adapters[sequence] if adapters else -1
-            spans.append(Span(start, end - start, blocks.tolist(), pieces, is_long, adapter))
+            span = Span(start, end - start, blocks.tolist(), pieces, is_long, adapter)
+            if images:
+                axes = axes_of(images[sequence], start, end - start)
+                span = span._replace(axes=axes, images=rows_in(images[sequence], start, end - start))
+            spans.append(span)
         decodes = sum(part.start > 0 and part.end == part.start + 1 for part in parts)
         step.fill(spans, decodes)
         tokens = [token for part in parts for token in sequences[part.sequence][part.start : part.end]]

@@ -94,8 +94,11 @@ def test_a_directory_without_a_processor_takes_no_images(tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("pillow")
-def test_a_gpu_takes_no_images(tmp_path: Path) -> None:
-    assert "--device cpu only" in image_support_of(written(tmp_path, CONFIG), device="cuda").why_not
+def test_a_gpu_takes_images_unless_they_have_experts(tmp_path: Path) -> None:
+    assert image_support_of(written(tmp_path, CONFIG), device="cuda").why_not == ""
+    directory = written(tmp_path, {**CONFIG, "model_type": "ernie4_5_vl_moe"})
+    assert "--device cpu only" in image_support_of(directory, device="cuda").why_not
+    assert image_support_of(directory).why_not == ""
 
 
 def test_without_pillow_no_model_takes_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
