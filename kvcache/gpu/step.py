@@ -383,17 +383,13 @@ class DeviceStep(Step):
     def adapters_on_device(self) -> Tensor:
         """Return the place of each row's adapter, -1 for rows without one and padding: int64 [num_padded]."""
         if self._adapters_P is None:
-            places = np.full(self.num_padded, -1, np.int64)
-            places[: self.num_tokens] = self.adapter_T[: self.num_tokens].numpy()
-            self._adapters_P = self._upload(places)
+            self._adapters_P = self._upload_rows(self.adapter_T, padding=-1)
         return self._adapters_P
 
     def image_ends_on_device(self) -> Tensor | None:
         """Return `Step.image_end_T` on the device: int64 [num_padded]. None if no row is of an image."""
         if self.images and self._image_ends_P is None:
-            ends = np.zeros(self.num_padded, np.int64)
-            ends[: self.num_tokens] = self.image_end_T[: self.num_tokens].numpy()
-            self._image_ends_P = self._upload(ends)
+            self._image_ends_P = self._upload_rows(self.image_end_T, padding=0)
         return self._image_ends_P
 
     def idle(self, size: int) -> Inputs:
@@ -521,6 +517,11 @@ class DeviceStep(Step):
 
     def _pinned(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+
+    def _upload_rows(self, value_T: Tensor, *, padding: int) -> Tensor:
+        values = np.full(self.num_padded, padding, np.int64)
+        values[: self.num_tokens] = value_T[: self.num_tokens].numpy()
+        return self._upload(values)
 
     def _upload(self, values: np.ndarray) -> Tensor:
         """Copy to the device without waiting. torch's allocator keeps the pinned copy until that is done."""

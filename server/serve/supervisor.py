@@ -336,13 +336,13 @@ class Supervisor:
         ending = self._describe_end_of(engine)
         self._watchdog = None
         # An engine exits with 0 when a front ends the service. The front ends right after it, and its status counts.
-        within_s = _FRONT_END_S if engine.process.wait() == 0 else 0.0
+        status = engine.process.wait()
+        within_s = _FRONT_END_S if status == 0 else 0.0
         for front in self._fronts.running.values():
-            if has_ended(front, within_s=within_s) and not self._policy.may_front_return(
-                front.process.wait()
-            ):
+            has_front_ended = has_ended(front, within_s=within_s)
+            if has_front_ended and not self._policy.may_front_return(front.process.wait()):
                 return self._on_end(front)  # the cause
-        follows = self._policy.after_engine(engine.process.wait())
+        follows = self._policy.after_engine(status)
         if follows is Next.LEAVE:
             self.has_lost_front = True
             return self._fail(self._describe_lost_front(), follows=True)

@@ -41,12 +41,12 @@ class Oracle(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Logits of every token, and of the last token of each part."""
+    """Results of the GPU path."""
 
     plain: list[np.ndarray]
     swapped: list[np.ndarray]  # the control: rows of the two images of a sequence are exchanged
-    unreplayed: list[np.ndarray]  # in steps of fixed sizes, if replays are tested
-    replayed: list[np.ndarray]
+    # Of the last token of each part in steps of fixed sizes, unless `replays` is false: without graphs, and with them.
+    of_parts: list[list[np.ndarray]]
     num_replays: int
     served: list[list[int]]  # greedy answers of the engine
 
@@ -80,7 +80,7 @@ def swapped(images: list[Image]) -> list[Image]:
     return [image._replace(rows=rows[image.digest]) for image in images]
 
 
-def mixed(first: int, second: int) -> list[list[Part]]:
+def steps_of_whole_images(first: int, second: int) -> list[list[Part]]:
     """Return the second sequence's prompt, the first one's next to decodes, and decodes of both. A step runs whole images."""
     steps = [[Part(1, 0, second - 4)], [Part(1, second - 4, second - 3), Part(0, 0, first - 3)]]
     steps += [
@@ -96,18 +96,16 @@ def answer(oracle: Oracle, stays_whole: bool, replays: bool) -> Found:
     built = build_interpreted(oracle.directory, max_model_len=128, max_num_batched_tokens=96)
     (first, second), images = oracle.sequences, oracle.images
     lengths = len(first), len(second)
-    steps = mixed(*lengths) if stays_whole else mixed_steps(lengths)
+    steps = steps_of_whole_images(*lengths) if stays_whole else mixed_steps(lengths)
     plain = run_steps(built, oracle.sequences, steps, images=images)
     wrong = run_steps(built, [first], [[Part(0, 0, len(first))]], images=[swapped(images[0])])
     graphs = StepGraphs(built.model.forward, built.runner.step, built.runner.cache)  # type: ignore[arg-type]
     if replays:
         graphs.capture((1, 2), FakeGraphs(), prompt_sizes=(16, 96))
-    unreplayed, replayed = (
+    of_parts = [
         run_steps(built, oracle.sequences, steps, forward=forward, only_last=True, images=images)
-        if replays
-        else []
-        for forward in (built.model.forward, graphs)
-    )
+        for forward in ((built.model.forward, graphs) if replays else ())
+    ]
     asked = [
         request(
             str(at),
@@ -120,7 +118,7 @@ def answer(oracle: Oracle, stays_whole: bool, replays: bool) -> Found:
     ]
     answers = serve(built, asked).token_ids
     served = [answers[str(at)] for at in range(len(asked))]
-    return Found(plain, wrong, unreplayed, replayed, graphs.num_replays, served)
+    return Found(plain, wrong, of_parts, graphs.num_replays, served)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -132,6 +130,6 @@ def test_logits_equal_those_of_the_whole_model(family: str, interpreter: RankPoo
         np.testing.assert_allclose(ours, theirs, atol=NOISY.get(family, TOLERANCE), rtol=0)
     assert np.abs(found.swapped[0] - oracle.logits[0]).max() > 100 * TOLERANCE, "the control did not fail"
     assert found.served == oracle.greedy
-    for replayed, unreplayed in zip(found.replayed, found.unreplayed, strict=True):
+    for unreplayed, replayed in zip(*found.of_parts, strict=True):
         np.testing.assert_array_equal(replayed, unreplayed)
     assert found.num_replays == 2 * replays, "decodes after images are replayed, prompts with images are not"

@@ -171,18 +171,18 @@ def _run(order: _Order, fds: list[int]) -> int:
     for fd, place in zip(high, places, strict=True):
         os.dup2(fd, place)
     os.chdir(order.cwd)
-    _enter(order.network, order.host_name)
+    if order.network:
+        enter_network(order.network)
+    if order.host_name:
+        _call_libc("unshare", _NEW_HOST_NAME)
+        socket.sethostname(order.host_name)
     return _become(order.command, order.environment, places)
 
 
-def _enter(network: str, host_name: str) -> None:
-    """Move this process to namespaces. Empty names: it stays."""
-    if network:
-        with Path("/var/run/netns", network).open("rb") as file:
-            _call_libc("setns", file.fileno(), _NETWORK)
-    if host_name:
-        _call_libc("unshare", _NEW_HOST_NAME)
-        socket.sethostname(host_name)
+def enter_network(namespace: str) -> None:
+    """Move this thread to a network namespace of `ip netns`. Its later children are there, too."""
+    with Path("/var/run/netns", namespace).open("rb") as file:
+        _call_libc("setns", file.fileno(), _NETWORK)
 
 
 def _call_libc(function: str, *arguments: int) -> None:

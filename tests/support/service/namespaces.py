@@ -1,7 +1,6 @@
 """Nodes of tests: network namespaces, requests from inside them, changes of link, firewall and hosts file, fake packages."""
 
 import contextlib
-import ctypes
 import json
 import os
 import secrets
@@ -15,8 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_NETWORK = 0x40000000  # CLONE_NEWNET of Linux' sched.h
+from tests.support.service.forked import enter_network
 
 
 @contextlib.contextmanager
@@ -46,14 +44,7 @@ def made_namespaces(count: int) -> Iterator[list[str]]:
 
 def threads_inside(namespace: str, count: int = 1) -> ThreadPoolExecutor:
     """Return threads with sockets of a namespace. A process inside it would first import its HTTP client each time."""
-    return ThreadPoolExecutor(count, initializer=_enter, initargs=(namespace,))
-
-
-def _enter(namespace: str) -> None:
-    """Move this thread alone."""
-    with open(f"/var/run/netns/{namespace}", "rb") as file:
-        if _LIBC.setns(file.fileno(), _NETWORK):
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return ThreadPoolExecutor(count, initializer=enter_network, initargs=(namespace,))
 
 
 def ask(namespace: str, method: str, url: str, body: dict[str, Any] | None = None) -> str | None:

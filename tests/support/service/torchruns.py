@@ -12,11 +12,10 @@ class Torchrun(NamedTuple):
     flags: Sequence[str]  # of torchrun
     worker: Sequence[str]  # the words after `wideep`
     network: str = ""  # name of the node's network namespace; empty: this process's
-    host_name: str = (
-        ""  # in a namespace for it alone, so that such nodes share no memory; empty: this machine's
-    )
-    environment: Mapping[str, str] = {}  # changes
-    program: Sequence[str] = WIDEEP  # `wideep`, if not that of this checkout
+    # In a namespace for it alone. Nodes with different names share no memory. Empty: this machine's.
+    host_name: str = ""
+    environment: Mapping[str, str] = {}  # what differs from this process's
+    program: Sequence[str] = WIDEEP  # `wideep`; that of another checkout is not forked
 
     def command(self) -> list[str]:
         """Return the command to run in the namespaces."""
