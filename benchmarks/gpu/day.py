@@ -22,7 +22,7 @@ class DayPart(NamedTuple):
     share: float = 1.0  # of the time that is left at its start, in the first pass
     least_s: float = 5.0  # time needed to start a unit: with less it would be cut off and waste the time
     is_repeated: bool = False  # measured again by a resumed run, which may be on another machine
-    is_fresh: bool = False  # runs every unit in a new process, with the whole memory of the device
+    is_fresh: bool = False  # runs every unit on a device in a new process, with the device's whole memory
 
 
 PARTS = (
@@ -161,7 +161,7 @@ class Day:
                     return names[at + 1 :]
             else:
                 self._enter(part, name, DONE, rows, begun_s, "")
-            if part.is_fresh:
+            if part.is_fresh and not self._setting.is_interpreted:
                 return names[at + 1 :]
         return []
 

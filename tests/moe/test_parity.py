@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from scheduler.assembly import Assembled
 from scheduler.policy.request import Logprobs
 from tests.conftest import PoolOf
 from tests.support.engines.serving import (
@@ -27,6 +28,7 @@ from tests.support.models.families import (
     WRAPPED_FAMILIES,
     write_checkpoint,
 )
+from tests.support.models.greedy import greedy
 
 STEPS = 48
 TOLERANCE = 1e-4
@@ -71,26 +73,32 @@ class RankAnswer(NamedTuple):
 
 @pytest.fixture(scope="module")
 def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
-    """Return a family's checkpoint on disk and its greedy continuations."""
+    """Return a family's checkpoint on disk and transformers' greedy continuations. Our own are the guesses."""
     directory = tmp_path_factory.mktemp(request.param)
     model = write_checkpoint(request.param, directory)
     generator = torch.Generator().manual_seed(7)
     prompts = [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
-    sequences, logits = [], []
-    with torch.inference_mode():
-        for prompt in prompts:
-            generated = model.generate(
-                torch.tensor([prompt]), max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False,
-                eos_token_id=None, pad_token_id=0,
-            )  # fmt: skip
-            sequences.append(generated[0].tolist())
-            logits.append(model(generated).logits[0].numpy())
-    return Oracle(directory, prompts, sequences, logits)
+    answers = [greedy(model, *each) for each in zip(prompts, guesses(directory, prompts), strict=True)]
+    return Oracle(
+        directory, prompts, [tokens for tokens, _ in answers], [each.numpy() for _, each in answers]
+    )
+
+
+def guesses(directory: Path, prompts: list[list[int]]) -> list[list[int]]:
+    """Return our own tokens for each prompt."""
+    asked = [request(str(index), prompt, max_tokens=STEPS) for index, prompt in enumerate(prompts)]
+    found = serve(build_one(directory), asked).token_ids
+    return [found[each.request_id] for each in asked]
+
+
+def build_one(directory: Path) -> Assembled:
+    """Build an engine with room for all prompts and sequences."""
+    return build(directory, max_model_len=128, max_num_batched_tokens=512)
 
 
 def answer(directory: Path, prompts: list[list[int]], sequences: list[list[int]]) -> RankAnswer:
     """Serve this rank's prompts, then run its teacher-forced sequences with correct and with permuted routing."""
-    built = build(directory, max_model_len=128, max_num_batched_tokens=512)
+    built = build_one(directory)
     own = own_share(list(enumerate(prompts)))
     asked = [request(str(index), prompt, max_tokens=STEPS) for index, prompt in own]
     scored = [

@@ -28,7 +28,7 @@ from attention.recurrences.mixers import (
 from attention.sparse.pools import Pooling
 from kvcache.codes import E4M3, INT8
 from kvcache.gpu.write import Scales
-from tests.support.gpu.triton_compile import SHARED_LIMITS, check_budget, waits_in_loops
+from tests.support.gpu.triton_compile import OTHERS, SHARED_LIMITS, another, check_budget, waits_in_loops
 from tests.support.service.recorded_launch import Launch, recording
 
 META = torch.device("meta")
@@ -206,14 +206,8 @@ CASES = {
     "merge_of_runs": Case(partial(launch_decode, QWEN3, 256, is_invariant=True), "merge_units", 80),
     "latents_deepseek": Case(partial(launch_latents, 128, 256), "attend_latent_splits"),
     "prefill_qwen3": Case(partial(launch_prefill, QWEN3), "attend_tile"),
-    "prefill_gemma4": Case(partial(launch_prefill, GEMMA4), "attend_tile"),
-    "decode_int8": Case(partial(launch_decode, QWEN3, 256, codes=INT8), "attend_splits", 168),
     "decode_fp8": Case(partial(launch_decode, QWEN3, 256, codes=E4M3), "attend_splits", 168),
     "prefill_int8": Case(partial(launch_prefill, QWEN3, codes=INT8), "attend_tile"),
-    "prefill_fp8": Case(partial(launch_prefill, QWEN3, codes=E4M3), "attend_tile"),
-    "latents_fp8": Case(partial(launch_latents, 128, 256, codes=E4M3), "attend_latent_splits"),
-    "index_int8": Case(partial(launch_index, 64, 128, codes=INT8), "score_items"),
-    "chosen_fp8": Case(partial(launch_chosen, 128, codes=E4M3), "attend_chosen"),
     "rotary": Case(partial(launch_rotary, 128, False), "rotate_rows", 64),
     "index_deepseek": Case(partial(launch_index, 64, 128), "score_items"),
     "choice_deepseek": Case(partial(launch_index, 64, 128), "choose_best"),
@@ -225,6 +219,12 @@ CASES = {
     "mamba_jamba": Case(launch_channels, "walk_channels", 128),
 }
 MORE_CASES = {
+    "prefill_gemma4": Case(partial(launch_prefill, GEMMA4), "attend_tile"),
+    "decode_int8": Case(partial(launch_decode, QWEN3, 256, codes=INT8), "attend_splits", 168),
+    "prefill_fp8": Case(partial(launch_prefill, QWEN3, codes=E4M3), "attend_tile"),
+    "latents_fp8": Case(partial(launch_latents, 128, 256, codes=E4M3), "attend_latent_splits"),
+    "index_int8": Case(partial(launch_index, 64, 128, codes=INT8), "score_items"),
+    "chosen_fp8": Case(partial(launch_chosen, 128, codes=E4M3), "attend_chosen"),
     "decode_gpt_oss": Case(partial(launch_decode, GPT_OSS, 32, **SINKS), "attend_splits", 128),
     "decode_gpt_oss_full": Case(partial(launch_decode, GPT_OSS, 32, sinks_H=SINKS["sinks_H"]), "attend_splits", 128),
     "decode_one_sequence": Case(partial(launch_decode, QWEN3, 1), "attend_splits", 128),
@@ -328,7 +328,7 @@ def test_loops_of_further_models_do_not_wait_for_later_tiles(name: str, tmp_path
     check_on_sm_90(name, tmp_path)
 
 
-# For float16: `CASES`, and a case of each kernel that they lack.
+# For float16 and for all other architectures: `CASES`, and a case of each kernel that they lack.
 SEEN = {case.kernel for case in CASES.values()}
 OF_KERNELS = [
     *CASES,
@@ -336,7 +336,8 @@ OF_KERNELS = [
 ]
 # The tests above compile the rest.
 CONFIGURATIONS = [
-    *((name, BF16, arch) for arch in (80, 89, 100) for name in ALL),
+    *((name, BF16, arch) for arch in OTHERS for name in OF_KERNELS),
+    *((name, BF16, another(place)) for place, name in enumerate(sorted(set(ALL) - set(OF_KERNELS)))),
     *((name, BF16, 90) for name in ALL if name not in CASES | PIPELINED),
     *((name, torch.float16, 90) for name in OF_KERNELS),
 ]

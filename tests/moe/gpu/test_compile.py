@@ -18,7 +18,7 @@ from moe.gpu.products import linear_rows
 from moe.gpu.products.tiles import DECODE_TILE, FLOW_TILE, PREFILL_TILE
 from moe.routing import Routing
 from moe.slot_choice import SlotChoice
-from tests.support.gpu.triton_compile import Kernel, check_budget
+from tests.support.gpu.triton_compile import OTHERS, Kernel, another, check_budget
 from tests.support.operators import Operators
 from tests.support.placement.placements import random_placement
 from tests.support.service.recorded_launch import recording
@@ -129,8 +129,13 @@ def test_kernels_compile_for_sm_90_within_their_budget(name: str, tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", [80, 89, 90, 100])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(
+    ("name", "arch"),
+    [
+        *((name, arch) for name in CASES for arch in OTHERS),
+        *((name, arch) for place, name in enumerate(MORE_CASES) for arch in (90, another(place))),
+    ],
+)
 def test_every_launch_compiles_within_its_budget(name: str, arch: int, tmp_path: Path) -> None:
     check_budget(compiled(ALL[name]), tmp_path, arch)
 

@@ -21,6 +21,7 @@ from tests.support.engines.serving import build, own_share, request, serve, teac
 from tests.support.engines.versions import version, write_other
 from tests.support.models.adapters import FUSED, SINGLE, STACKED, DrawnAdapter, merged, write_adapter
 from tests.support.models.families import VOCABULARY, write_checkpoint
+from tests.support.models.greedy import greedy
 from tests.support.placement.placements import random_placement
 
 TOLERANCE = 1e-4
@@ -137,15 +138,11 @@ def check(case: Case, answers: Sequence[Answers]) -> None:
                 )
             with torch.inference_mode():
                 wanted = models[place + 1](torch.tensor([prompt])).logits[0].numpy()
-                generated = models[place + 1].generate(
-                    torch.tensor([prompt]), max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False, eos_token_id=None,
-                    pad_token_id=0,
-                )  # fmt: skip
             assert np.abs(together - wanted).max() < TOLERANCE, f"sequence {index}, place {place}"
             for wave in range(2):
-                assert found.tokens[f"{wave}-{index}"] == generated[0].tolist()[len(prompt) :], (
-                    f"sequence {index}"
-                )
+                answer = found.tokens[f"{wave}-{index}"]
+                tokens, _ = greedy(models[place + 1], prompt, answer)
+                assert len(answer) == STEPS and [*prompt, *answer] == tokens, f"sequence {index}"
 
 
 @pytest.mark.parametrize(

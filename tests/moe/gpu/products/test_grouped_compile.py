@@ -12,7 +12,7 @@ from attention.gpu.tiles import shape_key, tile_of
 from moe.gpu.products import tiles
 from moe.gpu.products.grouped_kernel import GATES, grouped_rows
 from moe.gpu.weights.formats import PLAIN, DeviceFormat, codes_per_word
-from tests.support.gpu.triton_compile import Kernel, check_budget, compile_kernel, waits_in_loops
+from tests.support.gpu.triton_compile import Kernel, another, check_budget, compile_kernel, waits_in_loops
 
 TYPES = {"x": "*bf16", "codes": "*bf16", "places": "*i32", "offsets": "*i64", "out": "*bf16"}
 ABSENT = ("scales", "row_scales", "zeros", "biases", "rows")
@@ -128,10 +128,16 @@ def test_common_launches_compile_within_their_budget(shape: str, kernel: str, tm
 
 
 def other_launches() -> list[tuple[str, str, int]]:
-    """Return a shape, a range of rows and an architecture for each further tile: ranges may share one."""
+    """Return a shape, a range of rows and an architecture for each further tile: ranges may share one.
+
+    Each range of each shape is compiled for sm_90 and, by turns, for another architecture.
+    """
     known = {(shape, 90, tile_for(SHAPES[shape], kernel, 90)) for shape, kernel in FAST}
     found = []
-    for shape, kernel, arch in product(SHAPES, KERNELS, (80, 89, 90, 100)):
+    pairs = list(enumerate(product(SHAPES, KERNELS)))
+    for shape, kernel, arch in [
+        (*pair, arch) for place, pair in pairs for arch in (90, another(place + place // len(KERNELS)))
+    ]:
         launch = shape, arch, tile_for(SHAPES[shape], kernel, arch)
         if launch not in known:
             known.add(launch)
