@@ -11,7 +11,6 @@ from benchmarks.gpu.day import PARTS, Day, DayPart
 from benchmarks.gpu.ranks.worker import DeadWorkerError, FailedUnitError, LateWorkerError
 from benchmarks.gpu.results import Ledger, Row, Setting
 
-SETTING = Setting(device="interpreter", is_tiny=True)
 CEILINGS = DayPart("ceilings", "c", "Ceilings", 100.0, is_repeated=True)
 FIRST, LAST = DayPart("first", "f", "First", 100.0, share=0.5), DayPart("last", "l", "Last", 100.0)
 ROW = Row(name="row", figures={"x": 1.0})
@@ -70,11 +69,11 @@ def raising(error: Exception) -> Callable[[], Any]:
 
 def run_day(
     script: Script, path: Path, parts: list[DayPart], *, minutes: float = 60.0, resumes: bool = False,
-    wanted: Sequence[str] = (),
+    wanted: Sequence[str] = (), device: str = "interpreter",
 ) -> tuple[Ledger, Day]:  # fmt: skip
     ledger = Ledger(path, {}, resumes=resumes)
     day = Day(
-        ledger, SETTING, script.start, minutes=minutes, wanted=wanted, clock=lambda: script.now_s,
+        ledger, Setting(device=device, is_tiny=True), script.start, minutes=minutes, wanted=wanted, clock=lambda: script.now_s,
         say=lambda _: None,
     )  # fmt: skip
     day.run(parts)
@@ -111,12 +110,13 @@ def test_only_wanted_units_run(tmp_path: Path) -> None:
     assert day.not_reached == {"first": [], "last": []}
 
 
-def test_units_may_have_a_worker_each(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("device", "starts"), [("cuda", ["f", "f"]), ("interpreter", ["f"])])
+def test_units_may_have_a_worker_each_on_a_device(device: str, starts: list[str], tmp_path: Path) -> None:
     script = Script({"f": ["a", "b"]})
     script.trouble = {"a": raising(FailedUnitError("ValueError: no such shape"))}
-    ledger, _ = run_day(script, tmp_path / "day.json", [FIRST._replace(is_fresh=True)])
+    ledger, _ = run_day(script, tmp_path / "day.json", [FIRST._replace(is_fresh=True)], device=device)
     assert statuses(ledger) == {"first/a": "failed", "first/b": "done"}
-    assert script.starts == ["f", "f"]
+    assert script.starts == starts
 
 
 def test_a_part_that_cannot_begin_is_one_line(tmp_path: Path) -> None:
