@@ -67,6 +67,8 @@ class Slots(Protocol):
 class ExpertReader(Protocol):
     """Reads the experts of one model from its checkpoint into slots."""
 
+    loader: Loader  # of the weights that serve; may be replaced
+
     def load(self, name: str, leaf: str, local_S: np.ndarray) -> Slots:
         """Read one weight of all of this rank's slots in one layer.
 
@@ -160,6 +162,8 @@ class Backend:
         warm_up: Compile the model's kernels before the first step. Takes the model, the cache, and a function that is
             called with the number of finished parts and their total.
         set_threads: Change the threads of this process that run a step, while none runs. No result depends on them.
+        keeps_addresses: Whether captured steps read weights at the addresses that they have when a model is loaded.
+        wait: Return when the device has finished what the calling thread launched.
         fp8_rows: Whether rows are quantised for FP8 weights if the checkpoint's configuration does so.
     """
 
@@ -181,4 +185,6 @@ class Backend:
     enter_thread: Callable[[], None]
     warm_up: Callable[[LoadedModel, PagedCache, Callable[[int, int], None]], None]
     set_threads: Callable[[Step, int], None] = lambda _step, _threads: None
+    keeps_addresses: bool = False
+    wait: Callable[[], None] = lambda: None
     fp8_rows: bool = False

@@ -44,6 +44,7 @@ from moe.load.stored_tensors import StoredTensors
 from moe.load_counts import LoadCounts
 from moe.lora.bank import AdapterBank
 from moe.mtp.layers import Origin, drafting_of
+from moe.overwrite import Overwrite
 from moe.projection import KeptBody
 from moe.rehearsal.rehearse import rehearse
 from moe.scaled_experts import use_experts
@@ -289,6 +290,29 @@ class Model:
             self.adapters.move_to(other.adapters)
             self.adapters, other.adapters = other.adapters, self.adapters  # the exchange below returns it
         self.__dict__, other.__dict__ = other.__dict__, self.__dict__
+
+    @property
+    def keeps_addresses(self) -> bool:
+        """Whether captured steps read this model's weights at their addresses, so that `exchange` would have no effect."""
+        return self._backend.keeps_addresses
+
+    @torch.inference_mode()
+    def overwrite(self, other: "Model", plain: Overwrite) -> None:
+        """Copy the weights of another model of the same ranks and placement over these. Local, while no step runs.
+
+        Args:
+            other: Stays as it is.
+            plain: Copies all weights except experts.
+        """
+        plain.run()
+        for layer, source in zip(self.layers, other.layers, strict=True):
+            for slot in range(self.placement.slots_per_rank):
+                new = read_slot(source, slot).tensors()
+                for name, tensor in read_slot(layer, slot).tensors().items():
+                    tensor.copy_(new[name])
+        self.checkpoint, self.digests_LE = other.checkpoint, other.digests_LE
+        self._reader.loader = other._reader.loader.for_model(self.net)
+        self._backend.wait()
 
     def dismantle(self) -> None:
         """Free all weights. The model cannot be used any more. Modules and their programs refer to each other, so Python

@@ -43,7 +43,7 @@ from scheduler.policy.state_tables import STATES_OF_ONE
 from scheduler.sampling.sampler import Sampler
 from scheduler.start import Start, channel_of, meet, stay_alone
 from scheduler.step.cache_tiers import open_tiers
-from scheduler.step.device_memory import DeviceMemory, Measurement, device_memory, told_shortage
+from scheduler.step.device_memory import DeviceMemory, Measurement, device_memory, free_bytes, told_shortage
 from scheduler.step.draft_passes import DraftPasses
 from scheduler.step.lockstep import Doorbell, describe_modes
 from scheduler.step.memory_switch import MemoryParts, MemorySwitch
@@ -174,7 +174,7 @@ def assemble(
     if tiers is not None:
         scheduler.use_tiers(tiers)
     telemetry = Telemetry(config.rank, model.load_counts, runner)
-    weights = _make_weights(config, length, backend, model, relocation, available)
+    weights = _make_weights(config, prepared, model, relocation, available)
     adapters = None
     if model.adapters is not None:
         adapters = AdapterLoads(config.rank, model.adapters, max_rank=config.max_lora_rank)
@@ -279,16 +279,16 @@ def _memory_parts(
 
 def _make_weights(
     config: EngineConfig,
-    max_model_len: int,
-    backend: Backend,
+    prepared: _Prepared,
     model: Model,
     relocation: Relocation,
     available: Callable[[], int],
 ) -> RankWeights:
-    """Return the part of updates of the base weights. On GPUs they are not implemented: captured graphs hold addresses."""
-    if config.device != "cpu":
-        return RankWeights(config.rank)
-    make_step = partial(_make_step, config, max_model_len, backend)
+    """Return the part of updates of the base weights."""
+    backend = prepared.backend
+    if prepared.memory is not None:
+        available = partial(free_bytes, prepared.memory)
+    make_step = partial(_make_step, config, prepared.length, backend)
     loader = VersionLoader(config, model, relocation, make_step=make_step, available=available)
     return RankWeights(config.rank, loader.parts, enter_thread=backend.enter_thread)
 

@@ -37,6 +37,20 @@ LIGHTNING_PARTS = (
 )  # fmt: skip
 
 
+class Derived:
+    """Values computed from a mixer's weights, for all its calls."""
+
+    def __init__(self, derive: Callable[[], list[Tensor | None]]) -> None:
+        """Compute them."""
+        self._derive, self.values = derive, derive()
+
+    def refresh(self) -> None:
+        """Compute them again after the weights were overwritten, at the same addresses."""
+        for value, new in zip(self.values, self._derive(), strict=True):
+            if value is not None and new is not None:
+                value.copy_(new)
+
+
 class MixerCall:
     """The running forward of one mixer, with the context that its recurrences need."""
 
@@ -154,8 +168,8 @@ def floats_of(*vectors: Tensor | None) -> list[Tensor | None]:
 def taps_of(call: MixerCall, convolution: Convolution) -> list[Any]:
     """Return the weight [taps, C] and the bias [C] of a mixer's convolution in float32. Converts them once."""
     if "taps" not in call.kept:
-        call.kept["taps"] = floats_of(convolution.weight.t(), convolution.bias)
-    kept: list[Any] = call.kept["taps"]
+        call.kept["taps"] = Derived(partial(floats_of, convolution.weight.t(), convolution.bias))
+    kept: list[Any] = call.kept["taps"].values
     return kept
 
 

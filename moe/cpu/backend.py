@@ -56,26 +56,26 @@ class PackedExperts:
     def __init__(
         self, loader: Loader, modules: Mapping[str, Any], _slots_per_layer: int, _num_spare: int
     ) -> None:
-        self._loader, self._modules = loader, modules
+        self.loader, self._modules = loader, modules
 
     def load(self, name: str, leaf: str, local_S: np.ndarray) -> PackedSlots:
         """Read one weight. If all slots are empty, one expert is read to find the type of later ones."""
-        read = self._loader.read_experts
+        read = self.loader.read_experts
         module, target = self._modules[name], f"{name}.{leaf}"
         slots: PackedSlots | None = None
         for slot, weight, bias in read(module, target, local_S):
-            kept = self._loader.stored(target, weight)
+            kept = self.loader.stored(target, weight)
             slots = slots or PackedSlots.like(kept, bias, len(local_S))
             slots.put(slot, kept, bias)
         if slots is None:
             _, weight, bias = next(read(module, target, np.zeros(1, np.int64)))
-            slots = PackedSlots.like(self._loader.stored(target, weight), bias, len(local_S))
+            slots = PackedSlots.like(self.loader.stored(target, weight), bias, len(local_S))
         return slots
 
     def read(self, name: str, leaf: str, expert: int, into: PackedSlots) -> None:
         only, target = np.array([expert]), f"{name}.{leaf}"
-        for slot, weight, bias in self._loader.read_experts(self._modules[name], target, only):
-            into.put(slot, self._loader.stored(target, weight), bias)
+        for slot, weight, bias in self.loader.read_experts(self._modules[name], target, only):
+            into.put(slot, self.loader.stored(target, weight), bias)
 
 
 def _register() -> None:

@@ -139,6 +139,8 @@ def backend_on(on: GpuDevice) -> Backend:
         finish=partial(_finish, on),
         enter_thread=partial(_enter_thread, on),
         warm_up=partial(warm_up, on),
+        keeps_addresses=True,
+        wait=partial(_wait, on),
     )
 
 
@@ -294,6 +296,11 @@ def _enter_thread(on: GpuDevice) -> None:
     if torch.cuda.current_stream(on.device) == steps:
         torch.cuda.set_stream(torch.cuda.Stream(on.device))  # type: ignore[no-untyped-call]
     torch.cuda.current_stream(on.device).wait_stream(steps)
+
+
+def _wait(on: GpuDevice) -> None:
+    if on.device.type == "cuda":
+        torch.cuda.current_stream(on.device).synchronize()
 
 
 def warm_up(

@@ -119,6 +119,9 @@ class DeviceWeight(KernelWeight):
                 return self.held.codes[0]
             return self.held.wide(0).to(self.device, self.dtype)
 
+    def stored(self) -> list[Tensor]:
+        return [part for part in self.held if isinstance(part, Tensor)]
+
     def cast(self, dtype: torch.dtype) -> Tensor:
         """Return the weight in a type. In invariant mode the result is invariant too, for routers that use float32."""
         cast = super().cast(dtype)

@@ -7,6 +7,7 @@ share and peak memory is one expert. Everything is checked against the headers b
 of this rank before any weight.
 """
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -46,6 +47,12 @@ class Loader:
         """
         self._model, self._checkpoint, self._plan, self._dtype = model, checkpoint, plan, dtype
         self._quantise = None if quantization is None else QUANTISE[quantization]
+
+    def for_model(self, model: PreTrainedModel) -> "Loader":
+        """Return a loader of the same weights for another model with the same modules."""
+        other = copy.copy(self)
+        other._model = model
+        return other
 
     def stored(self, name: str, tensor: Weight) -> Weight:
         """Convert a parameter's tensor, or one expert's, to the form in which weights are stored."""

@@ -61,6 +61,12 @@ class DeviceMemory(Protocol):
         """Wait for the device, free unused blocks, and begin to look for the largest value."""
 
 
+def free_bytes(memory: DeviceMemory) -> int:
+    """Return what new tensors may take. Waits for the device."""
+    memory.restart()  # blocks that torch keeps for later tensors count as free
+    return memory.free()
+
+
 class CudaMemory:
     """torch's counters of a GPU."""
 

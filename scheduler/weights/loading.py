@@ -2,6 +2,9 @@
 
 It is built like the first one, from the same configuration, so quantisation, packing and adopted layers are those of a service that
 starts with these weights. Until it serves, it has a separate step.
+
+On a CPU, the models then exchange all that they refer to. On a GPU, captured steps read weights at fixed addresses: the new weights
+are copied there on the device, between two steps, and the second model is freed.
 """
 
 from collections.abc import Callable
@@ -12,6 +15,7 @@ from moe.expert_weights import Held
 from moe.load.checkpoint import Checkpoint, CheckpointError
 from moe.load.newer_tensors import NewerTensors
 from moe.model import Model, Skeleton
+from moe.overwrite import OtherStructureError, Overwrite
 from scheduler.moves.expert_transfer import MovableLayer
 from scheduler.moves.relocation import Relocation
 from scheduler.policy.config import EngineConfig
@@ -34,7 +38,7 @@ class VersionLoader:
         make_step: Callable[[], Step],
         available: Callable[[], int],
     ) -> None:
-        """Args: model serves; make_step returns another step like its own; available returns the free memory in bytes."""
+        """Args: model serves; make_step returns another step like its own; available returns the device's free memory in bytes."""
         self._config, self._model, self._relocation = config, model, relocation
         self._make_step, self._available = make_step, available
 
@@ -75,7 +79,17 @@ class VersionLoader:
         for folder in version.folders:
             check_facts(folder)
         digests = WeightDigests(model.plain_digest(), model.expert_digests(held))
-        return Loaded(model, held, digests, checkpoint.bytes_read)
+        return Loaded(model, held, digests, checkpoint.bytes_read, self._overwrite_by(model))
+
+    def _overwrite_by(self, model: Model) -> Overwrite | None:
+        if not model.keeps_addresses:
+            return None
+        try:
+            return Overwrite(self._model.net, model.net)
+        except OtherStructureError as error:
+            raise CheckpointError(
+                f"these weights cannot replace the serving ones on a GPU: {error}"
+            ) from error
 
     def _open(self, version: WeightVersion, skeleton: Skeleton) -> Checkpoint:
         newer = [Checkpoint(Path(folder.path)) for folder in version.folders]
@@ -83,18 +97,23 @@ class VersionLoader:
         return NewerTensors([*base, *newer])
 
     def _check_room(self) -> None:
-        needed = self._model.weight_bytes * self._config.num_local_ranks
+        is_on_host = self._model.device.type == "cpu"
+        needed = self._model.weight_bytes * (self._config.num_local_ranks if is_on_host else 1)
         available = self._available()
         if needed > MOST_OF_AVAILABLE * available:
             raise NoRoomError(
-                f"a second copy of the weights takes {needed / 2**20:.0f} MiB on this host, but only "
+                f"a second copy of the weights takes {needed / 2**20:.0f} MiB on this {'host' if is_on_host else 'GPU'}, but only "
                 f"{MOST_OF_AVAILABLE:.0%} of the free memory may be taken, and {available / 2**20:.0f} MiB are available"
+                f"{'' if is_on_host else '; --kv-cache-memory can leave room for it'}"
             )
 
     def _install(self, loaded: Loaded, digests: WeightDigests | None) -> Callable[[], None]:
         model = self._model
         other: Model = loaded.model
         other.digests_LE = None if digests is None else digests.experts_LE
+        if loaded.overwrite is not None:
+            model.overwrite(other, loaded.overwrite)
+            return other.dismantle
         model.exchange(other)
         places = [
             MovableLayer(layer, module) for layer, module in zip(model.layers, model.modules, strict=True)

@@ -3,13 +3,14 @@
 A thread loads the new version and computes its check sums. Steps go on with the old weights, which no failure touches. When the
 front has compared the check sums of all ranks, it orders to serve the version. Then the rank posts the version's number, and
 the step loop calls `switch` when all ranks have posted it. The switch only exchanges references, so a step pauses for
-milliseconds. The old weights are freed afterwards, on a thread.
+milliseconds. The old weights are freed afterwards, on a thread. On a GPU the switch copies the new weights over the old ones, on
+the device (`scheduler.weights.loading`).
 
 An order for an epoch names the version that all members serve (`Order.weights`). A rank that did not switch in time, because
 another rank was lost, or that has just started, switches before it meets the others (`settle`). So the front's decision to serve a
 version is final once it is made, and a lost rank cannot divide the others.
 
-Rejected: writing new values over the old ones, which cannot be undone and stops all steps for as long as it takes.
+Rejected: reading new values over the old ones, which cannot be undone and stops all steps for as long as it takes.
 """
 
 import threading
@@ -23,6 +24,7 @@ from safetensors import SafetensorError
 
 from moe.expert_weights import Held
 from moe.load.checkpoint import CheckpointError
+from moe.overwrite import Overwrite
 from scheduler.weights.versions import (
     CHECKPOINT,
     WeightAction,
@@ -51,6 +53,8 @@ class Loaded(NamedTuple):
     held: Held  # experts of the slots
     digests: WeightDigests
     num_bytes: int  # read from files
+    # Copies them over the serving ones. None: the models exchange what they refer to.
+    overwrite: Overwrite | None = None
 
 
 class WeightParts(NamedTuple):

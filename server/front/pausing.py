@@ -36,11 +36,10 @@ class Pausing:
         self,
         requests: PausedRequests,
         *,
-        why_impossible: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin unpaused. why_impossible is the reason why this service cannot pause, or None if it can."""
-        self._requests, self._why_impossible, self._clock = requests, why_impossible, clock
+        """Begin unpaused."""
+        self._requests, self._clock = requests, clock
         self.is_paused = False
         self._num_resumes = 0  # calls
 
@@ -52,10 +51,8 @@ class Pausing:
             timeout_s: Time limit. If ranks still have requests then, the service goes on.
 
         Raises:
-            ApiError: The time was up, the service was resumed meanwhile, or it cannot pause.
+            ApiError: The time was up, or the service was resumed meanwhile.
         """
-        if self._why_impossible is not None:
-            raise ApiError(501, self._why_impossible)
         num_resumes, until_s = self._num_resumes, self._clock() + timeout_s
         self.is_paused = True
         self._requests.pause(by=_BY, withdraws=way is SleepWay.KEEP)

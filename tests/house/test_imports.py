@@ -67,7 +67,7 @@ ORDER = (
     ("moe.cpu.weights", "moe.gpu.products"),
     ("moe.cpu.kernels", "moe.gpu.weights"),
     ("moe.gpu.limits",),
-    ("moe.weight_digests",),
+    ("moe.weight_digests", "moe.overwrite"),
     ("moe.adopt", "moe.expert_weights"),
     ("moe.backend", "moe.vision"),
     ("moe.families",),

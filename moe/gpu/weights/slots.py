@@ -181,7 +181,7 @@ class DeviceExperts:
             dtype: Type of weights that are not quantised, and of biases.
             fp8_rows: Whether rows are quantised if the checkpoint does so.
         """
-        self._loader, self._modules, self._dtype, self._fp8_rows = loader, modules, dtype, fp8_rows
+        self.loader, self._modules, self._dtype, self._fp8_rows = loader, modules, dtype, fp8_rows
         self._device = device
         self._gates = {name: gate_of(module) for name, module in modules.items()}
         likes = {(name, leaf): self._like(name, leaf) for name in modules for leaf in leaves(modules[name])}
@@ -205,7 +205,7 @@ class DeviceExperts:
         self._fill(name, leaf, np.array([expert]), into)
 
     def _fill(self, name: str, leaf: str, local_S: np.ndarray, slots: DeviceSlots) -> None:
-        read = self._loader.read_experts(self._modules[name], f"{name}.{leaf}", local_S)
+        read = self.loader.read_experts(self._modules[name], f"{name}.{leaf}", local_S)
         wanted = _types(slots.store.parts, leading=1)
         for slot, weight, bias in read:
             made = self._stored(name, leaf, weight, bias, slots.store.weights.format)
@@ -224,8 +224,8 @@ class DeviceExperts:
         bias = (
             torch.empty(getattr(module, f"{leaf}_bias").shape[1:], device="meta") if module.has_bias else None
         )
-        if self._loader.is_quantised(target):
-            _, weight, bias = next(self._loader.read_experts(module, target, np.zeros(1, np.int64)))
+        if self.loader.is_quantised(target):
+            _, weight, bias = next(self.loader.read_experts(module, target, np.zeros(1, np.int64)))
         return self._stored(name, leaf, weight, bias)
 
     def _stored(
@@ -233,7 +233,7 @@ class DeviceExperts:
     ) -> "_Stored":
         """Convert one expert for the kernels, to `form` or its own format."""
         gate = Gate("none") if leaf == "down_proj" else self._gates[name]
-        weight = self._loader.stored(f"{name}.{leaf}", weight)
+        weight = self.loader.stored(f"{name}.{leaf}", weight)
         if isinstance(weight, Tensor):
             weight = arranged(weight.to(self._dtype), gate)
         else:

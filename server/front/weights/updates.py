@@ -72,7 +72,6 @@ class WeightUpdates:
         *,
         folder: Path,
         model_type: str = "",
-        why_impossible: str | None = None,
         why_not_now: Callable[[], str | None] = lambda: None,
         all_know: Callable[[], bool] = lambda: True,
         on_served: Callable[[], None] = lambda: None,
@@ -84,13 +83,12 @@ class WeightUpdates:
         Args:
             folder: For tensors that clients send. It is made if needed; ranks of all nodes must be able to read it.
             model_type: Of the served model; "" if it is unknown.
-            why_impossible: Why this service cannot change its weights, or None if it can.
             why_not_now: Returns why an update must not begin now, or None if it may.
             all_know: Returns whether all fronts know the present `labels`.
             on_served: Called when a new version is ordered to serve.
         """
         self._ranks, self._pools, self._folder, self._model_type = ranks, pools, folder, model_type
-        self._why_impossible, self._why_not_now = why_impossible, why_not_now
+        self._why_not_now = why_not_now
         self._all_know = all_know
         self._on_served, self._events, self._clock = on_served, events or EventLog(), clock
         # Called with a rank that may join its pool now.
@@ -361,8 +359,6 @@ class WeightUpdates:
             )
 
     def _check(self) -> None:
-        if self._why_impossible is not None:
-            raise ApiError(501, self._why_impossible)
         if (reason := self._why_not_now()) is not None:
             raise ApiError(409, f"The weights cannot change now: {reason}.")
 

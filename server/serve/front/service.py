@@ -42,9 +42,6 @@ from server.serve.front.several_fronts import FrontOfSeveral, share_of, state_of
 from server.serve.preflight.resizes import why_no_resizes, why_not_resized
 
 _NO_SLEEP = "The service cannot sleep: sleep mode is not implemented on GPUs. It works with --device cpu."
-_NO_UPDATE = (
-    "The service cannot change its weights: updates are not implemented on GPUs. They work with --device cpu."
-)
 
 
 class FrontService:
@@ -87,7 +84,6 @@ class FrontService:
             self.pools,
             folder=kept / "weights" if options.http.weights_dir is None else Path(options.http.weights_dir),
             model_type=_model_type(Path(options.model)),
-            why_impossible=_NO_UPDATE if options.device == "cuda" else None,
             why_not_now=self._why_paused,
             all_know=self.all_follow,
             on_served=lambda: self.all_requests.forget_prefixes(),

@@ -84,11 +84,8 @@ def bytes_held(form: str) -> tuple[int, int]:
     from moe.gpu.device_weight import DeviceWeight, OneGroup  # noqa: PLC0415 - in the interpreter
 
     weight, device = quantised_weight(form, 256), torch.device("cpu")  # whole tiles: scales are not filled up
-    held = DeviceWeight(weight, OneGroup(device, is_invariant=False), torch.float32, device).held
-    parts = (held.codes, held.scales, held.row_scales, held.zeros)
-    return sum(part.nbytes for part in parts if part is not None), sum(
-        part.nbytes for part in weight.tensors().values()
-    )
+    held = DeviceWeight(weight, OneGroup(device, is_invariant=False), torch.float32, device)
+    return sum(part.nbytes for part in held.stored()), sum(part.nbytes for part in weight.tensors().values())
 
 
 def test_a_quantised_weight_takes_no_more_memory_than_its_parts(interpreter: RankPool) -> None:

@@ -72,8 +72,8 @@ class Script:
 class Run:
     """A rank alone, its reports and its outputs."""
 
-    def __init__(self, directory: Path, **how: Any) -> None:
-        self.built = build(directory, max_model_len=LENGTH, **how)
+    def __init__(self, directory: Path, *, make: Callable[..., Assembled] = build, **how: Any) -> None:
+        self.built = make(directory, **{"max_model_len": LENGTH, **how})
         self.reports: list[WeightReport] = []
         self.outputs: list[RequestOutput] = []
         self.on_output: Callable[[RequestOutput], None] = lambda _output: None

@@ -427,11 +427,3 @@ def test_an_update_stays_open_during_a_check(tmp_path: Path) -> None:
         assert (await updates.finish()).number == 1
 
     asyncio.run(test())
-
-
-def test_a_service_that_cannot_change_its_weights_says_so(tmp_path: Path) -> None:
-    service = Service(tmp_path)
-    updates = WeightUpdates(service, service, folder=tmp_path, why_impossible="no")
-    with pytest.raises(ApiError, match="no") as caught:
-        updates.begin()
-    assert caught.value.status == 501
