@@ -5,10 +5,11 @@ and again, alternating between two versions. A stream's pause is its longest gap
 its gaps before are those of ordinary steps. Answers after each update are compared with those of the same version before.
 
 Expected bound: ranks load next to the steps, so a step's gap grows by the share of the cores that loading takes. The switch itself
-exchanges references. Then every stream computes its tokens again: streams times their tokens over the rate of prompts. Target: a
+exchanges references; on a GPU it copies the weights within the GPU's memory. Then every stream computes its tokens again: streams times their tokens over the rate of prompts. Target: a
 pause of 0.5 s for 2 GB.
 
-Run: `python -m benchmarks.weights.updates [--gigabytes 2] [--streams 8] [--prompt-tokens 64] [--tokens 4000] [--rounds 3] [--save]`.
+Run: `python -m benchmarks.weights.updates [--device cpu] [--ranks 2] [--gigabytes 2] [--streams 8] [--prompt-tokens 64]
+[--tokens 4000] [--rounds 3] [--save]`.
 """
 
 import argparse
@@ -35,6 +36,11 @@ _PROBE_TOKENS = 16
 _BEGUN_PIECES = 10
 _POLL_S = 0.02
 _BFLOAT16_BYTES = 2
+_FLAGS = {
+    "cpu": ["--disable-access-log"],
+    # Answers can only be compared if no bit depends on the streams. The KV cache leaves room for the second copy.
+    "cuda": ["--disable-access-log", "--device=cuda", "--batch-invariant", "--kv-cache-memory=2G"],
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,7 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folders = write_models(Path(work), args.gigabytes)
         with (
             (Path(work) / "log").open("wb") as log,
-            Service(str(folders[0]), ["--data-parallel-size=2", "--disable-access-log"], log) as service,
+            Service(
+                str(folders[0]), [*_FLAGS[args.device], f"--data-parallel-size={args.ranks}"], log
+            ) as service,
         ):
             rows = asyncio.run(Updates(service.port, folders, args).measure())
     for row in rows:
@@ -149,6 +157,8 @@ class Updates:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--device", choices=_FLAGS, default="cpu")
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=64)

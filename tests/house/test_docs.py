@@ -39,6 +39,7 @@ OTHERS = {
     "benchmarks.kv.pools": "--every --prompt-tokens --ranks --seconds --streams",
     "benchmarks.kv.transfer": "--blocks --step-ms",
     "benchmarks.weights.quantisation": "--forms",
+    "benchmarks.weights.updates": "--gigabytes",
     "gpu_day.sh": "--minutes --parts --resume --tiny --units",
     "other benchmarks": "--batch --experts --repeats --rounds --runs --save --table --tasks",
     "the shim for DeepEP": "--print-path",
