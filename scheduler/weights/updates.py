@@ -277,7 +277,7 @@ class RankWeights:
             loaded = self._parts.load(order.version, look)
         except OverError:
             return None, WeightState.FAILED, "another order came"
-        except NoRoomError as error:
+        except (NoRoomError, torch.OutOfMemoryError) as error:
             return None, WeightState.NO_ROOM, str(error)
         except (CheckpointError, SafetensorError, OSError) as error:
             return None, WeightState.REFUSED, str(error)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import torch
 
 from moe.load.checkpoint import CheckpointError
 from scheduler.weights.updates import Loaded, NoRoomError, RankWeights, WeightParts
@@ -155,6 +156,7 @@ def test_without_the_front_that_staged_it_a_version_is_dropped() -> None:
         (CheckpointError("missing: a"), WeightState.REFUSED),
         (OSError("no such file"), WeightState.REFUSED),
         (NoRoomError("too large"), WeightState.NO_ROOM),
+        (torch.OutOfMemoryError("CUDA out of memory"), WeightState.NO_ROOM),
         (RuntimeError("odd"), WeightState.FAILED),
     ],
 )
