@@ -291,14 +291,10 @@ class Model:
             self.adapters, other.adapters = other.adapters, self.adapters  # the exchange below returns it
         self.__dict__, other.__dict__ = other.__dict__, self.__dict__
 
-    @property
-    def keeps_addresses(self) -> bool:
-        """Whether captured steps read this model's weights at their addresses, so that `exchange` would have no effect."""
-        return self._backend.keeps_addresses
-
     @torch.inference_mode()
     def overwrite(self, other: "Model", plain: Overwrite) -> None:
-        """Copy the weights of another model of the same ranks and placement over these. Local, while no step runs.
+        """Copy the weights of another model of the same ranks and placement over these. Local, while no step runs. For devices
+        that keep addresses: `exchange` would have no effect on captured steps.
 
         Args:
             other: Stays as it is.

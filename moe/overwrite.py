@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from types import FunctionType, MethodType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from attention.recurrences.mixers import Derived, MixerCall
@@ -42,7 +41,7 @@ class Overwrite:
         """
         self.pairs: list[tuple[Tensor, Tensor]] = []
         self.derived: list[Derived] = []
-        seen: dict[int, Any] = {}  # by id; objects that live on, as others could get their ids
+        seen: dict[int, Any] = {}  # by id; kept alive, because another object could get the id of a freed one
         left: list[tuple[str, Any, Any]] = [("model", ours, theirs)]
         while left:
             path, one, other = left.pop()
@@ -74,9 +73,8 @@ class Overwrite:
         if not one.is_meta:
             self.pairs.append((one, other))
 
-    @torch.inference_mode()
     def run(self) -> None:
-        """Copy, while no step runs."""
+        """Copy, while no step runs. Call it in inference mode: steps made the derived values in it."""
         for ours, theirs in self.pairs:
             ours.copy_(theirs)
         for each in self.derived:

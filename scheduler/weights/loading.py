@@ -78,12 +78,11 @@ class VersionLoader:
         )
         for folder in version.folders:
             check_facts(folder)
+        overwrite = self._overwrite_by(model) if backend.keeps_addresses else None
         digests = WeightDigests(model.plain_digest(), model.expert_digests(held))
-        return Loaded(model, held, digests, checkpoint.bytes_read, self._overwrite_by(model))
+        return Loaded(model, held, digests, checkpoint.bytes_read, overwrite)
 
-    def _overwrite_by(self, model: Model) -> Overwrite | None:
-        if not model.keeps_addresses:
-            return None
+    def _overwrite_by(self, model: Model) -> Overwrite:
         try:
             return Overwrite(self._model.net, model.net)
         except OtherStructureError as error:

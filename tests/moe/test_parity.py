@@ -78,7 +78,7 @@ def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     model = write_checkpoint(request.param, directory)
     generator = torch.Generator().manual_seed(7)
     prompts = [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
-    answers = [greedy(model, *each) for each in zip(prompts, guesses(directory, prompts), strict=True)]
+    answers = [greedy(model, *each, STEPS) for each in zip(prompts, guesses(directory, prompts), strict=True)]
     return Oracle(
         directory, prompts, [tokens for tokens, _ in answers], [each.numpy() for _, each in answers]
     )

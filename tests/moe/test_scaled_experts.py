@@ -66,7 +66,7 @@ def test_prompts_longer_than_attentions_chunks_may_be_cut_anywhere(budget: int, 
     )
     for index, prompt in enumerate(sequences):
         answer = served.token_ids[str(index)]
-        assert [*prompt, *answer] == greedy(oracle, prompt, answer)[0]
+        assert [*prompt, *answer] == greedy(oracle, prompt, answer, 20)[0]
 
 
 def test_positions_and_chunks_show_in_logits(tmp_path: Path) -> None:

@@ -101,12 +101,17 @@ def addresses(built: Assembled) -> set[int]:
     return {tensor.data_ptr() for tensor in (*plain, *experts)}
 
 
-def check(found: Logits) -> None:
+def replaced(folder: Path, settings: dict[str, Any], interpreter: RankPool) -> Logits:
+    """Replace the weights of folder `a` by those of folder `b`, and check the logits."""
+    new = version(1, folder / "b")
+    [found] = interpreter.run(update, folder / "a", new, folder / "b", settings, timeout_s=400.0)
+    assert isinstance(found, Logits)
     assert found.states == [WeightState.STAGED, WeightState.SERVING]
     assert found.num_moved == 0, "captured steps would read the old weights"
     for before, after, fresh in zip(found.before, found.after, found.fresh, strict=True):
         assert np.array_equal(after, fresh)
         assert not np.array_equal(before, after)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -118,19 +123,14 @@ def test_logits_after_an_update_have_the_bits_of_a_rank_that_starts_with_the_wei
 ) -> None:
     for seed, folder in enumerate("ab"):
         write_checkpoint(family, tmp_path / folder, seed=seed, is_shallow=family in SHALLOW)
-    new = version(1, tmp_path / "b")
-    [found] = interpreter.run(update, tmp_path / "a", new, tmp_path / "b", settings, timeout_s=400.0)
-    check(found)
-    assert found.num_replays == REPLAYED
+    assert replaced(tmp_path, settings, interpreter).num_replays == REPLAYED
 
 
 @pytest.mark.slow
 def test_compiled_layers_read_the_new_weights(interpreter: RankPool, tmp_path: Path) -> None:
     for seed, folder in enumerate("ab"):
         write_checkpoint("qwen3_moe", tmp_path / folder, seed=seed, is_shallow=True)
-    new, compiled = version(1, tmp_path / "b"), {"enable_torch_compile": True, "compiler": "aot_eager"}
-    [found] = interpreter.run(update, tmp_path / "a", new, tmp_path / "b", compiled, timeout_s=400.0)
-    check(found)
+    replaced(tmp_path, {"enable_torch_compile": True, "compiler": "aot_eager"}, interpreter)
 
 
 @pytest.mark.slow
@@ -141,9 +141,7 @@ def test_quantised_weights_are_replaced_by_quantised_ones(
     family, settings = QUANTISED[form]
     for seed, folder in enumerate("ab"):
         write_quantised(family, tmp_path / folder, seed=seed, **settings)
-    new = version(1, tmp_path / "b")
-    [found] = interpreter.run(update, tmp_path / "a", new, tmp_path / "b", {}, timeout_s=400.0)
-    check(found)
+    replaced(tmp_path, {}, interpreter)
 
 
 def test_models_with_other_structures_are_not_mixed(tmp_path: Path) -> None:

@@ -6,12 +6,15 @@ from transformers import PreTrainedModel
 
 
 @torch.inference_mode()
-def greedy(model: PreTrainedModel, prompt: list[int], guess: list[int]) -> tuple[list[int], Tensor]:
-    """Return a prompt with the model's greedy tokens after it, as many as were guessed, and logits: [tokens, V] float.
+def greedy(
+    model: PreTrainedModel, prompt: list[int], guess: list[int], num_tokens: int
+) -> tuple[list[int], Tensor]:
+    """Return a prompt with the model's `num_tokens` greedy tokens after it, and logits: [tokens, V] float.
 
     One pass checks all guessed tokens, as in speculative decoding. A wrong guess costs another pass and changes no token.
     """
-    sequence = [*prompt, *guess]
+    unknown = num_tokens - len(guess)
+    sequence = [*prompt, *guess[:num_tokens], *[0] * unknown]
     while True:
         logits = model(torch.tensor([sequence])).logits[0]
         best = logits.argmax(-1).tolist()
