@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from dispatch.compiled.native import Addressed
 from dispatch.dispatched import TokenDispatcher
 from kvcache.paged_cache import LayerShape, PagedCache
 from kvcache.step import Step
@@ -159,7 +160,9 @@ class Backend:
             device and adopt faster forms of modules; local.
         enter_thread: Prepare the calling thread to compute on this device next to the steps. What it computes afterwards
             comes after all steps launched before the call. It may be called again.
-        warm_up: Compile the model's kernels before the first step. Takes the model, the cache, and a function that is
+        kernels: Return what to compile before weights are read. Takes a model on meta, the shapes that its layers cache,
+            the number of adapters of a step and the number of ranks.
+        warm_up: Compile the model's other kernels before the first step. Takes the model, the cache, and a function that is
             called with the number of finished parts and their total.
         set_threads: Change the threads of this process that run a step, while none runs. No result depends on them.
         keeps_addresses: Whether captured steps read weights at the addresses that they have when a model is loaded.
@@ -184,6 +187,9 @@ class Backend:
     finish: Callable[[PreTrainedModel, Step, list[LayerShape]], None]
     enter_thread: Callable[[], None]
     warm_up: Callable[[LoadedModel, PagedCache, Callable[[int, int], None]], None]
+    kernels: Callable[[PreTrainedModel, list[LayerShape], int, int], Sequence[Addressed]] = (
+        lambda _net, _shapes, _adapters, _ranks: ()
+    )
     set_threads: Callable[[Step, int], None] = lambda _step, _threads: None
     keeps_addresses: bool = False
     wait: Callable[[], None] = lambda: None

@@ -9,6 +9,7 @@ import torch
 from safetensors import SafetensorError
 from torch.distributed import Store
 
+from dispatch.compiled.turns import compile_in_turns
 from dispatch.dispatched import TokenDispatcher
 from dispatch.wires.segment import available_bytes
 from expert_placement.placement import Placement
@@ -40,6 +41,7 @@ from scheduler.moves.telemetry import Telemetry, expert_map
 from scheduler.policy.config import ConfigError, EngineConfig, model_length, why_no_compiler
 from scheduler.policy.scheduler import Scheduler
 from scheduler.policy.state_tables import STATES_OF_ONE
+from scheduler.sampling import draw
 from scheduler.sampling.sampler import Sampler
 from scheduler.start import Start, channel_of, meet, stay_alone
 from scheduler.step.cache_tiers import open_tiers
@@ -148,6 +150,7 @@ def assemble(
     prepared = _prepare(config, memory, is_joining=is_joining)
     backend, skeleton = prepared.backend, prepared.skeleton
     length, drafter = prepared.length, prepared.drafter
+    _compile_kernels(config, skeleton, partial(report, KERNELS))
     connections = EpochConnections()
     with connections.opening():
         start = stay_alone(config, skeleton, placement) if is_joining else meet(config, skeleton)
@@ -217,6 +220,19 @@ def assemble(
         _map_experts(skeleton, placement), relocation, structures, config.num_drafts, found.kv_cache_bytes, found.memory,
         read_ahead, None if tiers is None or tiers.peers is None else tiers.peers.address,
     )  # fmt: skip
+
+
+def _compile_kernels(config: EngineConfig, skeleton: Skeleton, report: Callable[[int, int], None]) -> None:
+    """Compile kernels now, while all ranks of a machine need the same ones, so that they share the work.
+
+    After the weights, ranks would need them one by one.
+    """
+    kernels = skeleton.backend.kernels(
+        skeleton.model, skeleton.cache_shapes, config.num_adapters, config.world_size
+    )
+    if kernels:
+        by_name = {kernel.name: kernel.compile for kernel in (*draw.KERNELS, *kernels)}
+        compile_in_turns(by_name, lambda done: report(done, len(by_name)))
 
 
 class _Prepared(NamedTuple):

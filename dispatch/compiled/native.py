@@ -10,7 +10,7 @@ Numba's cache checks only the file of the cached function: after a change here, 
 import platform
 import struct
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -18,6 +18,8 @@ from llvmlite import ir
 from numba import carray, cfunc, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from dispatch.compiled.turns import compile_in_turn, compile_in_turns
 
 CACHE_LINE_BYTES = 64
 ROW_WORDS = 23  # of a row of a program, after the function's address
@@ -253,11 +255,16 @@ def renamed(function: Callable[..., Any], suffix: str) -> FunctionType:
 
 
 class Addressed:
-    """A function of int64 arguments that compiled code calls by address. Compiled, or read from the cache, on first use."""
+    """A function of int64 arguments that compiled code calls by address. Compiled, or read from the cache, on first use.
+
+    Attributes:
+        name: Name of the compiled code, the same in all processes.
+    """
 
     def __init__(self, function: Callable[..., int], version: int) -> None:
         """`version` changes with code that the function inlines from other files, which numba's cache does not check."""
         self._function = renamed(function, f"{version:08x}")
+        self.name = f"{self._function.__module__}.{self._function.__name__}"
 
     def compile(self) -> None:
         """Compile the function, or read it from the cache."""
@@ -266,13 +273,21 @@ class Addressed:
     @cached_property
     def address(self) -> int:
         """Address of the compiled code, valid for the life of the process."""
-        signature = _I64(*[_I64] * self._function.__code__.co_argcount)
-        self._compiled = cfunc(signature, cache=True, error_model="numpy")(self._function)
+        compile_in_turn(self.name, self._compile)
         address: int = self._compiled.address
         return address
+
+    def _compile(self) -> None:
+        signature = _I64(*[_I64] * self._function.__code__.co_argcount)
+        self._compiled = cfunc(signature, cache=True, error_model="numpy")(self._function)
 
 
 def compile_all(*functions: Callable[..., Any]) -> None:
     """Compile functions of int64 arguments, or read them from the cache, so that no peer waits for that later."""
-    for function in functions:
-        function.compile((_I64,) * function.py_func.__code__.co_argcount)  # type: ignore[attr-defined]
+    compile_in_turns(
+        {f"{each.__module__}.{each.__name__}": partial(_compile_words, each) for each in functions}
+    )
+
+
+def _compile_words(function: Any) -> None:
+    function.compile((_I64,) * function.py_func.__code__.co_argcount)

@@ -15,14 +15,15 @@ from attention.cpu.adapted_latents import ADAPT_ABSORBED, ADAPT_EXPANDED
 from attention.cpu.attention import ATTEND
 from attention.cpu.heads import HEADS
 from attention.cpu.latents import AbsorbedWeight, latent_kernels
-from attention.cpu.norm import rms_norm
+from attention.cpu.norm import NORM, rms_norm
 from attention.cpu.tiles import LANES
 from attention.recurrences.cpu import RECURRENCES
 from attention.recurrences.cpu_kernels import KERNELS as RECURRENCE_KERNELS
 from attention.sparse import pools as pooled_index
 from attention.sparse.cpu import choose_from_pages, sparse_kernels
 from attention.sparse.cpu_pools import POOL_KERNELS, choose_pools
-from dispatch.compiled.team import Kernel, Team, program_of, run_alone
+from dispatch.compiled.native import Addressed
+from dispatch.compiled.team import Team, program_of, run_alone
 from dispatch.cpu_kernels.passes import PASSES
 from kvcache.paged_cache import BLOCK_TOKENS, LayerShape, PagedCache
 from kvcache.step import Span, Step
@@ -35,11 +36,13 @@ from moe.backend import Backend, LoadedModel
 from moe.cpu import experts as experts_organ
 from moe.cpu.adopt_layers import adopt_layers
 from moe.cpu.experts import PackedExpertLayer
+from moe.cpu.kernels.local_experts import ADD
 from moe.cpu.kernels.low_rank import ADAPT, ADAPT_PAIRS, SILU_ROWS, SPLIT
 from moe.cpu.kernels.panels import pack
 from moe.cpu.kernels.products import GATHER, GROUPED, LINEAR, QUANTISE
-from moe.cpu.kernels.routing import route
-from moe.cpu.program.spread_experts import CHOOSE, exchange_of
+from moe.cpu.kernels.routing import ROUTE, route
+from moe.cpu.program.net import EMBED
+from moe.cpu.program.spread_experts import CHOOSE
 from moe.cpu.weights.packed_weight import PackedWeight
 from moe.cpu.weights.slots import PackedSlots
 from moe.load.loader import Keep, Loader, Weight
@@ -158,37 +161,42 @@ def _finish(net: PreTrainedModel, step: Step, shapes: list[LayerShape]) -> None:
     adopt_layers(net, step, shapes)
 
 
-@torch.inference_mode()
-def compile_kernels(model: LoadedModel, served: PagedCache, report: Callable[[int, int], None]) -> None:
-    """Compile every kernel that this model uses, before the first step; local.
+def _kernels_of(
+    net: PreTrainedModel, shapes: list[LayerShape], num_adapters: int, num_ranks: int
+) -> tuple[Addressed, ...]:
+    """Return the kernels of this model that take long to compile, the longest ones first.
 
-    Otherwise a rank would wait in a collective for another rank's compiler. Compiled kernels are cached on disk: the first
-    start on a machine takes some seconds, later ones milliseconds.
+    Compiled kernels are cached on disk: the first start on a machine takes half a minute, later ones milliseconds.
     """
     plain = torch.float32
-    dtype = next((shape.codes for shape in served.shapes if shape.codes is not None), plain)
-    indexes = {shape.index_codes or plain for shape in served.shapes if shape.index_dim}
-    kernels: tuple[Kernel[...], ...] = (
+    dtype = next((shape.codes for shape in shapes if shape.codes is not None), plain)
+    indexes = {shape.index_codes or plain for shape in shapes if shape.index_dim}
+    return (
+        *((*PASSES, CHOOSE) if num_ranks > 1 else ()),
+        ADD,
+        ROUTE,
+        NORM,
+        EMBED,
         LINEAR,
         GROUPED,
         GATHER,
         QUANTISE,
         ATTEND[dtype],
         HEADS[dtype],
-        *(latent_kernels(dtype) if any(shape.latent for shape in served.shapes) else ()),
+        *(latent_kernels(dtype) if any(shape.latent for shape in shapes) else ()),
         *(kernel for index in indexes for kernel in sparse_kernels(dtype, index)),
-        *(POOL_KERNELS if pooled_index.modules(model.net) else ()),
-        *(RECURRENCE_KERNELS if any(shape.state for shape in served.shapes) else ()),
-        *(
-            (ADAPT, ADAPT_PAIRS, SILU_ROWS, SPLIT, ADAPT_ABSORBED, ADAPT_EXPANDED)
-            if model.step.num_adapters
-            else ()
-        ),
-        *((CHOOSE, *PASSES) if any(exchange_of(layer) for layer in model.layers) else ()),
+        *(POOL_KERNELS if pooled_index.modules(net) else ()),
+        *(RECURRENCE_KERNELS if any(shape.state for shape in shapes) else ()),
+        *((ADAPT, ADAPT_PAIRS, SILU_ROWS, SPLIT, ADAPT_ABSORBED, ADAPT_EXPANDED) if num_adapters else ()),
     )
-    for done, kernel in enumerate(kernels):
-        report(done, len(kernels))
-        kernel.compile()
+
+
+@torch.inference_mode()
+def _warm_up(model: LoadedModel, served: PagedCache, report: Callable[[int, int], None]) -> None:
+    """Compile what writes the cache and runs programs, before the first step; local.
+
+    Otherwise a rank would wait in a collective for another rank's compiler.
+    """
     nothing = program_of([])
     run_alone(nothing)
     if model.step.team is not None:
@@ -201,7 +209,6 @@ def compile_kernels(model: LoadedModel, served: PagedCache, report: Callable[[in
             shape, num_kv_heads=1, key_dim=32 if shape.latent else 16, value_dim=0 if shape.latent else 16
         )
         _make_cache([tiny], 1, 0, step).update(row, row, 0)
-    report(len(kernels), len(kernels))
 
 
 CPU = Backend(
@@ -221,6 +228,7 @@ CPU = Backend(
     token_bytes=lambda shape: shape.token_bytes,
     finish=_finish,
     enter_thread=lambda: None,  # every thread computes on the CPU
-    warm_up=compile_kernels,
+    warm_up=_warm_up,
+    kernels=_kernels_of,
     set_threads=_set_threads,
 )

@@ -437,6 +437,7 @@ def _arg_max(tile, count, V, rows, found_at):  # type: ignore[no-untyped-def]
 
 
 DRAW, ARG_MAX = Kernel(_draw, TILES_VERSION), Kernel(_arg_max, TILES_VERSION)
+KERNELS: tuple[Kernel[...], ...] = (DRAW, ARG_MAX)
 
 
 def likeliest_tokens(logits_RV: Rows[np.ndarray], team: Team | None = None) -> list[int]:

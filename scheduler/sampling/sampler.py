@@ -19,7 +19,7 @@ from torch import Tensor
 from dispatch.compiled.team import Team
 from scheduler.policy.request import Logprobs
 from scheduler.policy.sequence import TokenContext
-from scheduler.sampling.draw import ARG_MAX, DRAW, NOTHING, draw_tokens, likeliest_tokens
+from scheduler.sampling.draw import KERNELS, NOTHING, draw_tokens, likeliest_tokens
 
 Row = np.ndarray[tuple[int], np.dtype[np.float32]]
 LEAST_PENALTY = 1e-6  # of repetition; division by less leaves float32's range
@@ -87,8 +87,8 @@ class HostSampler:
 
     def warm_up(self) -> None:
         """Compile the kernels before the first step."""
-        DRAW.compile()
-        ARG_MAX.compile()
+        for kernel in KERNELS:
+            kernel.compile()
 
     def begin(self, logits_RV: Tensor, contexts: Rows[TokenContext]) -> Drawing:
         return _Chosen(self.sample(logits_RV, contexts))

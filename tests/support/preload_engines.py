@@ -15,10 +15,12 @@ from attention.recurrences.cpu_kernels import KERNELS as RECURRENCE_KERNELS
 from attention.sparse.cpu import sparse_kernels
 from attention.sparse.cpu_pools import POOL_KERNELS
 from dispatch.compiled.team import Kernel
+from dispatch.compiled.turns import compile_in_turns
 from dispatch.cpu_kernels.passes import PASSES
 from moe.cpu.kernels.products import GATHER, GROUPED, LINEAR, QUANTISE
 from moe.cpu.program.spread_experts import CHOOSE
 from scheduler import assembly
+from scheduler.sampling import draw
 from tests.support import preload
 from tests.support.engines import serving
 from tests.support.models import families
@@ -27,7 +29,7 @@ __all__ = ["assembly", "families", "preload", "serving"]
 
 del os.environ["TRITON_INTERPRET"]
 kernels: tuple[Kernel[...], ...] = (
-    LINEAR, GROUPED, GATHER, QUANTISE, ATTEND[torch.float32], CHOOSE,
+    *draw.KERNELS, LINEAR, GROUPED, GATHER, QUANTISE, ATTEND[torch.float32], CHOOSE,
     *PASSES, *latent_kernels(torch.float32), *sparse_kernels(torch.float32, torch.float32), *POOL_KERNELS, *RECURRENCE_KERNELS,
 )  # fmt: skip
-preload.compile_in_turns(preload.lock_file("engines"), [kernel.compile for kernel in kernels])
+compile_in_turns({kernel.name: kernel.compile for kernel in kernels})

@@ -4,7 +4,6 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -49,29 +48,6 @@ def die_on_rank_one() -> str:
 def hang_on_rank_one() -> None:
     while dist.get_rank() == 1:
         time.sleep(1)
-
-
-def compile_some(folder: Path, count: int) -> int:
-    """Return how many of these functions this rank compiled. None is compiled twice."""
-    from tests.support.preload import compile_in_turns  # noqa: PLC0415 - the fork server has imported it
-
-    num_compiled = 0
-
-    def compile_or_read(number: int) -> None:
-        nonlocal num_compiled
-        if not (folder / str(number)).exists():
-            (folder / str(number)).touch(exist_ok=False)
-            num_compiled += 1
-
-    dist.barrier()
-    compile_in_turns(folder / "locks", [partial(compile_or_read, number) for number in range(count)])
-    return num_compiled
-
-
-def test_each_function_is_compiled_by_one_of_the_processes_that_start_together(
-    pool: RankPool, tmp_path: Path
-) -> None:
-    assert sum(pool.run(compile_some, tmp_path, 200)) == 200
 
 
 def test_results_come_by_rank(pool: RankPool) -> None:
