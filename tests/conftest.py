@@ -34,6 +34,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 settings.register_profile("search", deadline=None)
 settings.register_profile("same examples", deadline=None, derandomize=True, database=None)
 
+# Values of the parameters of crossed tests, in order of their appearance. A callspec's own indices count combinations.
+CROSSED = pytest.StashKey[dict[tuple[str, str], list[object]]]()
+
 PoolOf = Callable[[int], RankPool]
 OnDevice = Callable[..., Any]
 
@@ -51,10 +54,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Leave most pairs of a crossed test's parameters to `make test-all`: every value is in some pair of `make test`."""
+    """Leave most combinations of a crossed test's parameters to `make test-all`."""
     for mark in item.iter_markers("crossed"):
-        indices = item.callspec.indices  # type: ignore[attr-defined]
-        if sum(indices[name] for name in mark.args) % mark.kwargs["every"]:
+        seen = item.config.stash.setdefault(CROSSED, {})
+        indices = []
+        for name in mark.args:
+            values = seen.setdefault((item.nodeid.split("[")[0], name), [])
+            value = item.callspec.params[name]  # type: ignore[attr-defined]
+            if not any(value is each for each in values):
+                values.append(value)
+            indices.append(next(index for index, each in enumerate(values) if each is value))
+        if sum(indices) % mark.kwargs["every"]:
             item.add_marker(pytest.mark.slow)
 
 

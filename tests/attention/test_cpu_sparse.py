@@ -98,6 +98,7 @@ def test_what_is_chosen_does_not_depend_on_the_rows_beside() -> None:
         assert torch.equal(found, together[rows])
 
 
+@pytest.mark.crossed("codes", "threads", "shape", every=2)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("codes", ALL)
@@ -113,6 +114,7 @@ def test_attention_to_all_tokens_gives_the_dense_one_s_bits(
     assert torch.equal(chosen_attention(query, cache.keys[0], chosen, step, weight, **options), dense)
 
 
+@pytest.mark.crossed("codes", "has_sinks", "shape", every=2)
 @pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("codes", ALL)

@@ -181,6 +181,7 @@ def rounded(case: RankCase) -> RankCase:
     return case._replace(x_TH=dequantise_fp8(*quantise_fp8(case.x_TH), case.x_TH.dtype))
 
 
+@pytest.mark.crossed("hidden", "mode", "name", every=2)
 @pytest.mark.parametrize("name", ["shm", "gloo"])
 @pytest.mark.parametrize("mode", [NORMAL, low_latency(16)], ids=str)
 @pytest.mark.parametrize("hidden", [128, 512, 130, 7])

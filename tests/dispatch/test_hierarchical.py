@@ -43,6 +43,7 @@ def edge_layers(ranks: int, dtype: torch.dtype = torch.float32) -> list[list[Ran
     ]
 
 
+@pytest.mark.crossed("name", "ranks", "node_size", every=2)
 @pytest.mark.parametrize(("ranks", "node_size"), SHAPES)
 @pytest.mark.parametrize("name", ["auto", "gloo"])
 def test_rows_pairs_and_sums_have_the_flat_oracles_bits(

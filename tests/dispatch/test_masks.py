@@ -111,6 +111,7 @@ def die(wire: Wire, number: int, moment: str) -> None:
     os.kill(os.getpid(), number)
 
 
+@pytest.mark.crossed("name", "moment", every=2)
 @pytest.mark.parametrize("moment", ["before", "between", "during"])
 @pytest.mark.parametrize("name", ["shm", "gloo"])
 def test_a_killed_rank_is_masked_and_the_others_keep_their_bytes(

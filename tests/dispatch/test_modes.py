@@ -46,6 +46,7 @@ def mixed_layers(R: int) -> tuple[list[list[RankCase]], list[Mode]]:
     return [cases for cases, _ in layers], [mode for _, mode in layers]
 
 
+@pytest.mark.crossed("world_size", "name", every=2)
 @pytest.mark.parametrize("name", ["shm", "gloo"])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_both_modes_give_the_oracles_bits_in_any_order(pool_of: PoolOf, name: str, world_size: int) -> None:

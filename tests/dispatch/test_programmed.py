@@ -138,6 +138,7 @@ def both_ways(room: int, region_bytes: int | None, capacity: int, threads: int) 
     return Found(ours, theirs, set(programs.states), sent, (counted.begun, counted.ended))
 
 
+@pytest.mark.crossed("threads", "capacity", "world_size", every=2)
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("capacity", [0, 16])
 @pytest.mark.parametrize("threads", [1, 2])

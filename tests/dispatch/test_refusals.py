@@ -204,6 +204,7 @@ def exchange_with_refusals(
 WIRES = [("shm", False), ("shm", True), ("gloo", False), ("gloo", True)]
 
 
+@pytest.mark.crossed("name", "mask_lost", "world_size", every=2)
 @pytest.mark.parametrize("is_known", [False, True])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize(("name", "mask_lost"), WIRES)

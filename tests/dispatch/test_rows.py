@@ -145,6 +145,7 @@ def assert_same(ours: list[Tensor], oracle: list[Tensor]) -> None:
         assert torch.equal(as_bytes(got), want)
 
 
+@pytest.mark.crossed("name", "world_size", every=2)
 @pytest.mark.parametrize(("name", "world_size"), BACKENDS)
 def test_rows_go_where_the_oracle_sends_them(pool_of: PoolOf, name: str, world_size: int) -> None:
     layers = edge_cases(world_size)

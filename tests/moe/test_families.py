@@ -215,6 +215,7 @@ def test_a_directory_without_a_readable_configuration_is_refused(tmp_path: Path)
         Skeleton(tmp_path)
 
 
+@pytest.mark.crossed("family", "lengths", every=2)
 @pytest.mark.parametrize("lengths", [(15, 15), (31, 31, 15), (14, 14, 14), (1,) * 12])
 @pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
 def test_latents_are_attended_to_however_many_rows_the_batch_has(

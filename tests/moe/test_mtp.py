@@ -142,6 +142,7 @@ CASES = [
 ]
 
 
+@pytest.mark.crossed("family", every=2)
 @pytest.mark.parametrize(("family", "num_layers", "world_size"), CASES)
 def test_drafts_equal_transformers(
     family: str, num_layers: int, world_size: int, written: Write, pool_of: PoolOf
@@ -255,6 +256,7 @@ def test_swapped_norms_draft_something_else(written: Write, tmp_path: Path) -> N
         assert worst(ours, wanted(drafter, text)) > 100 * TOLERANCE
 
 
+@pytest.mark.crossed("family", every=3)
 @pytest.mark.parametrize("family", PUBLISHED)
 def test_layers_that_are_not_wanted_are_left_unread(family: str, written: Write) -> None:
     drafter = written(family, 1)

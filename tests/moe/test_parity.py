@@ -118,6 +118,7 @@ def worst(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
     return max(float(np.abs(a - b).max()) for a, b in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.crossed("oracle", "world_size", every=2)
 @pytest.mark.parametrize(("oracle", "world_size"), CASES, indirect=["oracle"], scope="module")
 def test_greedy_tokens_and_logits_equal_transformers(
     oracle: Oracle, world_size: int, pool_of: PoolOf

@@ -114,6 +114,7 @@ def watched(directory: Path, *, too_many: int = 0, **settings: Any) -> tuple[int
     return sum(has_rows[: watch.most_layers]), sum(has_rows), watch.num_wrong
 
 
+@pytest.mark.crossed("name", every=2)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_noted_layers_are_written(name: str, tmp_path: Path) -> None:
     write_checkpoint(name, tmp_path)

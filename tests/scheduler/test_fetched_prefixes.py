@@ -86,7 +86,7 @@ def at(address: str, wanted: Sequence[Request]) -> list[Request]:
     return [replace(request, prefix_at=address) for request in wanted]
 
 
-@pytest.mark.crossed("family", "settings", every=2)
+@pytest.mark.crossed("family", "settings", every=4)
 @pytest.mark.parametrize(
     "settings", [{}, {"max_num_seqs": 1}, {"speculative_config": DRAFTS}], ids=["batch", "one seat", "drafts"]
 )
@@ -105,6 +105,7 @@ def test_prompts_that_another_node_has_computed_are_fetched(
     check_free(client)
 
 
+@pytest.mark.crossed("family", every=2)
 def test_a_request_goes_on_with_the_blocks_of_the_node_that_had_begun_it(
     family: tuple[Path, Answers], engine: Callable[..., Assembled]
 ) -> None:

@@ -134,7 +134,7 @@ def served_alone(
     return directory, answers_of(directory, True, 1, enable_prefix_caching=False)
 
 
-@pytest.mark.crossed("served_alone", "settings", every=2)
+@pytest.mark.crossed("served_alone", "settings", every=3)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -164,6 +164,7 @@ def test_ranks_and_wires_change_no_bit(
     assert {key: value for part in parts for key, value in part.items()} == alone
 
 
+@pytest.mark.crossed("backend", "mode", every=2)
 @one_family_first
 @pytest.mark.parametrize("mode", list(DispatchMode))
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
@@ -232,7 +233,7 @@ def test_fp8_dispatch_gives_the_same_bits_on_any_ranks_and_close_answers(
         assert {key: value for part in parts for key, value in part.items()} == wanted
 
 
-@pytest.mark.crossed("served_alone", "settings", "kv_cache_dtype", every=2)
+@pytest.mark.crossed("served_alone", "settings", "kv_cache_dtype", every=3)
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
 @pytest.mark.parametrize(
     "settings",
@@ -257,6 +258,7 @@ def test_a_cache_in_8_bits_gives_the_same_bits_in_any_batch_and_close_answers(
     assert answers_of(directory, False, 2, **settings, **coded) == wanted
 
 
+@pytest.mark.crossed("kv_cache_dtype", every=2)
 @one_family_first
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
 def test_a_cache_in_8_bits_gives_the_same_bits_on_two_ranks(

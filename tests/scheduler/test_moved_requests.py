@@ -197,6 +197,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.mark.crossed("settings", every=2)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -223,6 +224,7 @@ def test_drafted_requests_move_at_every_step(pool_of: PoolOf, tmp_path: Path, fa
         assert found == wanted and num_moves >= (30 // every if every else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("qwen3_next", marks=pytest.mark.slow)])
 def test_requests_with_drafts_of_the_model_move_at_every_step(
     pool_of: PoolOf, tmp_path: Path, family: str

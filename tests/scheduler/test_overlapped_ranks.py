@@ -82,6 +82,7 @@ def serve_share(directory: Path, seed: int, overlaps: bool, settings: dict[str, 
         Dispatcher.is_replayable = False
 
 
+@pytest.mark.crossed("seed", every=2)
 @pytest.mark.parametrize(
     ("seed", "settings"),
     [
@@ -108,6 +109,7 @@ def test_overlapped_steps_of_two_ranks_give_every_request_the_same_bits(
             assert behind.num_low_latency // 3 < behind.num_behind <= behind.num_low_latency
 
 
+@pytest.mark.crossed("call", every=2)
 @pytest.mark.parametrize(("call", "num_planned"), [("launch", 2), ("read", 2), ("sample", 1)])
 def test_steps_that_break_off_run_again_in_their_order(directory: Path, call: str, num_planned: int) -> None:
     """A lost rank is found in a launch behind a running step, or when that one is read. Samples follow the read."""

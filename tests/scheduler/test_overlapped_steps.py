@@ -185,6 +185,7 @@ def engine_of(directory: Path, *, overlaps: bool, **settings: Any) -> Assembled:
     return build(directory, load_vocabulary=lambda: BYTES, overlaps_steps=overlaps, **limits)
 
 
+@pytest.mark.crossed("seed", every=2)
 @pytest.mark.parametrize(
     ("seed", "settings", "leaving"),
     [

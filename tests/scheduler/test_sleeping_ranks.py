@@ -132,6 +132,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return made
 
 
+@pytest.mark.crossed("directory", "has_tier", every=2)
 @pytest.mark.parametrize("has_tier", [True, False])
 def test_prefixes_are_forgotten_by_the_device_and_found_in_the_tiers(directory: Path, has_tier: bool) -> None:
     built = build(directory, max_model_len=160, kv_offloading_bytes=HOST if has_tier else 0)

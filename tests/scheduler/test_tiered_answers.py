@@ -56,7 +56,7 @@ def serve_with_tiers(
     return outputs, figures_of(built)
 
 
-@pytest.mark.crossed("family", "settings", every=2)
+@pytest.mark.crossed("family", "settings", every=4)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -78,6 +78,7 @@ def test_constant_eviction_to_host_memory_changes_no_bit(
     assert figures.host_load_bytes > 0 and figures.host_hit_tokens > 0 and figures.num_faults == 0
 
 
+@pytest.mark.crossed("kv_cache_dtype", every=2)
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
 @pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("deepseek_v32", marks=pytest.mark.slow)])
 def test_blocks_in_8_bits_come_back_with_their_scales(name: str, kv_cache_dtype: str, tmp_path: Path) -> None:
@@ -99,6 +100,7 @@ def test_a_folder_with_blocks_of_another_format_is_refused(tmp_path: Path) -> No
             build(tmp_path, max_model_len=160, kv_cache_dtype=other, **disk)
 
 
+@pytest.mark.crossed("family", every=2)
 def test_a_restarted_service_finds_its_blocks_on_the_disk(
     family: tuple[Path, Answers], tmp_path: Path
 ) -> None:
@@ -111,7 +113,7 @@ def test_a_restarted_service_finds_its_blocks_on_the_disk(
     assert first.disk_store_bytes > 0 and second.disk_hit_tokens > first.disk_hit_tokens
 
 
-@pytest.mark.crossed("family", "settings", every=2)
+@pytest.mark.crossed("family", "settings", every=4)
 @pytest.mark.parametrize(
     "settings",
     [

@@ -54,6 +54,7 @@ def test_help_of_a_command_groups_its_flags_and_has_an_example(
         assert group in text
 
 
+@pytest.mark.crossed("topic", every=3)
 @pytest.mark.parametrize("topic", [*group_words(), "max_num_seqs", "eplb"])
 def test_help_shows_a_group_or_the_flags_whose_names_contain_a_word(
     topic: str, capsys: pytest.CaptureFixture[str]
@@ -119,6 +120,7 @@ def test_a_flag_that_there_is_not_is_one_line_and_status_2(
     assert said.startswith(says) and said.count("\n") == 1
 
 
+@pytest.mark.crossed("words", every=2)
 @pytest.mark.parametrize(
     "words",
     [

@@ -92,6 +92,7 @@ def test_a_repeated_prompt_reports_its_cached_tokens(client: OpenAI) -> None:
     assert num_cached is not None and num_cached >= 16
 
 
+@pytest.mark.crossed("path", every=2)
 @pytest.mark.parametrize("path", ["/reset_prefix_cache", "/flush_cache"])
 def test_what_is_cached_can_be_forgotten_on_all_ranks_while_requests_run(
     client: OpenAI, service: RealService, path: str

@@ -50,6 +50,7 @@ def attend(
     return result
 
 
+@pytest.mark.crossed("codes", "options", "shape", every=2)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
     "options", [{}, {"window": 5}, {"window": 40}, {"chunk": 5}, {"chunk": 32}, {"sinks": True}]

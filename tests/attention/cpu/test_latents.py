@@ -112,6 +112,7 @@ def attend(
     )
 
 
+@pytest.mark.crossed("codes", "window", "shape", every=3)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("window", [0, 5, 40])
 @pytest.mark.parametrize("codes", ALL)
@@ -154,6 +155,7 @@ def test_a_rows_bits_do_not_depend_on_the_rows_beside_it_nor_on_threads(
             assert torch.equal(attend(cache, alone, own, weight, SMALL)[:count], whole[rows])
 
 
+@pytest.mark.crossed("codes", "window", "shape", every=3)
 @pytest.mark.parametrize("shape", [SHAPES[0], SMALL, SHAPES[3], Shape(8, 128, 64, 32)], ids=str)
 @pytest.mark.parametrize("window", [0, 1, 40])
 @pytest.mark.parametrize("codes", ALL)

@@ -108,6 +108,7 @@ def read_codes(device: str, codes: torch.dtype) -> None:
         torch.testing.assert_close(coded, plain, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.crossed("codes", every=2)
 @pytest.mark.parametrize("codes", FORMATS)
 def test_codes_of_latents_give_the_result_of_their_values(on_device: OnDevice, codes: torch.dtype) -> None:
     on_device(read_codes, codes)

@@ -121,6 +121,7 @@ def drafts(device: str, name: str) -> None:
     assert all(torch.equal(kind[5:8], one) for kind, one in zip(states, kept, strict=True))
 
 
+@pytest.mark.crossed("name", "check", every=2)
 @pytest.mark.parametrize("check", [check_a_batch, check_cuts])
 @pytest.mark.parametrize("name", FIRST_KINDS)
 def test_sequences_give_what_transformers_gives_and_cuts_change_no_bit(

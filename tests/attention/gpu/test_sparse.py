@@ -194,11 +194,13 @@ def test_attention_reads_chosen_tokens_only(has_sinks: bool, heads: int, on_devi
     on_device(check_attention, has_sinks, heads)
 
 
+@pytest.mark.crossed("codes", every=2)
 @pytest.mark.parametrize("codes", FORMATS)
 def test_codes_of_index_keys_are_chosen_by_their_values(codes: torch.dtype, on_device: OnDevice) -> None:
     on_device(check_choice, 7, 6, codes)
 
 
+@pytest.mark.crossed("codes", every=2)
 @pytest.mark.parametrize("codes", FORMATS)
 def test_attention_reads_codes_of_chosen_tokens(codes: torch.dtype, on_device: OnDevice) -> None:
     on_device(check_attention, False, 4, codes)

@@ -120,6 +120,7 @@ def check_dispatched(got: Any, want: Any, topk: bool = True) -> None:
     assert not topk or (same(got[1], want.topk_idx) and same(got[2], want.topk_weights))
 
 
+@pytest.mark.crossed("name", "world_size", every=2)
 @pytest.mark.parametrize(("name", "world_size", "is_internode"), BACKENDS)
 def test_normal_mode_has_the_oracles_bits(
     pool_of: PoolOf, name: str, world_size: int, is_internode: bool

@@ -261,6 +261,7 @@ def megatron() -> bool:
     return all(torch.allclose(ours, theirs, rtol=1e-4, atol=1e-3) for ours, theirs in pairs)
 
 
+@pytest.mark.crossed("caller", "world_size", every=2)
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("caller", [vllm_high_throughput, vllm_low_latency, sglang, megatron])
 def test_a_callers_sequence_gives_the_layers_bits(pool_of: PoolOf, caller: Any, world_size: int) -> None:

@@ -176,6 +176,7 @@ def call_badly(name: str, method: str) -> dict[str, str]:
     return raised
 
 
+@pytest.mark.crossed("name", "world_size", "method", every=2)
 @pytest.mark.parametrize("method", ["dispatch", "combine"])
 @pytest.mark.parametrize(("name", "world_size"), [("auto", 1), ("shm", 2), ("gloo", 2), ("shm", 4)])
 def test_bad_arguments_are_named_on_every_rank(

@@ -225,6 +225,7 @@ PLANS = [
 ]
 
 
+@pytest.mark.crossed("ranks", "node_size", every=2)
 @pytest.mark.parametrize(("ranks", "node_size"), [(1, 1), (2, 1), (2, 2), (4, 2)])
 def test_combine_sums_in_the_documented_order_bit_for_bit(
     pool_of: PoolOf, ranks: int, node_size: int

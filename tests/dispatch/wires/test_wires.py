@@ -41,6 +41,7 @@ def check(pool_of: PoolOf, name: str, layers: list[list[RankCase]], region_bytes
     check_bits(results, layers, S)
 
 
+@pytest.mark.crossed("name", "world_size", every=2)
 @pytest.mark.parametrize(("name", "world_size"), BACKENDS)
 def test_all_backends_give_the_oracles_bits(pool_of: PoolOf, name: str, world_size: int) -> None:
     check(pool_of, name, edge_layers(world_size))

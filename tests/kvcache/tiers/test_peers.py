@@ -439,6 +439,7 @@ class FlippingProxy:
         self._thread.join(10)
 
 
+@pytest.mark.crossed("to_client", every=2)
 @pytest.mark.parametrize("to_client", [True, False], ids=["answers", "requests"])
 def test_every_byte_that_is_changed_in_transit_is_noticed(
     nodes: Callable[..., Node], stall_s: float, to_client: bool

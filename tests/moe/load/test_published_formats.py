@@ -50,6 +50,7 @@ FEW = (
 EACH = [*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in PUBLISHED if name not in FEW)]
 
 
+@pytest.mark.crossed("name", every=2)
 @pytest.mark.parametrize("name", EACH)
 def test_logits_have_the_bits_of_the_model_that_is_meant(
     name: str, published: Callable[[str], tuple[Path, Path]]
@@ -62,6 +63,7 @@ def test_logits_have_the_bits_of_the_model_that_is_meant(
     assert wanted.expert_bytes > 3 * loaded.expert_bytes
 
 
+@pytest.mark.crossed("name", every=2)
 @pytest.mark.parametrize("name", EACH)
 def test_another_scale_gives_other_logits(name: str, published: Callable[[str], tuple[Path, Path]]) -> None:
     """The control."""
@@ -87,6 +89,7 @@ ENDS = (".weight_scale", ".weight_scale_inv", ".scales", ".scale")
 LATENT = ["compressed-tensors NVFP4", "compressed-tensors int8", "GPTQ's second format, symmetric"]
 
 
+@pytest.mark.crossed("name", every=2)
 @pytest.mark.parametrize("name", LATENT)
 def test_latent_attention_and_shared_experts_have_the_bits_that_are_meant(name: str, tmp_path: Path) -> None:
     """`kv_b_proj` is used in halves, which are kept as float32."""
@@ -97,6 +100,7 @@ def test_latent_attention_and_shared_experts_have_the_bits_that_are_meant(name: 
 AT_TWO_RANKS = ["compressed-tensors int4 around zeros", "ModelOpt, NVFP4 experts beside FP8", "AWQ"]
 
 
+@pytest.mark.crossed("name", every=3)
 @pytest.mark.parametrize("name", AT_TWO_RANKS)
 def test_two_ranks_read_their_own_experts_and_answer_as_one_does(
     name: str, published: Callable[[str], tuple[Path, Path]], pool_of: PoolOf
@@ -138,6 +142,7 @@ FUSED: dict[str, tuple[dict[str, Any], Encoder]] = {
 
 
 # gpt-oss' modules keep [K, N], others [N, K] (transformers transposes Qwen3-VL's published weights); scales follow the module.
+@pytest.mark.crossed("name", "family", every=2)
 @pytest.mark.parametrize(
     ("name", "family", "is_turned"),
     [

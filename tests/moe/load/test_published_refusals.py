@@ -185,6 +185,7 @@ SCALES: dict[str, tuple[str, str, Callable[[Tensor], Tensor], str]] = {
 BESIDE = ("_scale", "_scale_inv", "_scale_2", "_scales", ".scale", ".scales", ".g_idx", ".qzeros")
 
 
+@pytest.mark.crossed("how", every=2)
 @pytest.mark.parametrize("how", SCALES)
 def test_a_damaged_scale_is_named_before_any_weight_is_read(
     how: str, published: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -26,6 +26,7 @@ def worst(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
     return max(float(np.abs(a - b).max()) for a, b in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.crossed("name", every=2)
 @pytest.mark.parametrize("name", CASES)
 def test_logits_equal_transformers_on_the_weights_that_are_meant(
     name: str, quantised: Callable[[str], Case], tmp_path: Path
@@ -49,6 +50,7 @@ def swap_two_scales(tensors: Tensors) -> None:
             tensors[name] = tensor.roll(1, dims=axis)
 
 
+@pytest.mark.crossed("name", every=2)
 @pytest.mark.parametrize("name", [MXFP4, FP8])
 def test_two_ranks_read_their_own_experts_and_answer_as_one_does(
     name: str, quantised: Callable[[str], Case], pool_of: PoolOf

@@ -62,6 +62,7 @@ def quantised_oracle(directory: Path, form: str) -> tuple[Any, QuantisedRows]:
     return model, QuantisedRows(made)
 
 
+@pytest.mark.crossed("family", "form", every=2)
 @pytest.mark.parametrize("form", QUANTISE)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_quantised_weights_and_rows(

@@ -181,6 +181,7 @@ def moving(directory: Path, given: str, known: Answers | None, count: int) -> tu
     return moved, is_whole, counts[0]
 
 
+@pytest.mark.crossed("method", every=2)
 @pytest.mark.parametrize("method", ["mtp", "suffix"])
 def test_drafts_while_experts_move_change_no_bit(foreseen: Path, method: str, pool_of: PoolOf) -> None:
     alone = build(foreseen, max_model_len=160)
@@ -211,6 +212,7 @@ def waking(directory: Path, given: str) -> tuple[Answers, int]:
     return collect(serve(built, *waves).outputs), counts[0]
 
 
+@pytest.mark.crossed("given", every=2)
 @pytest.mark.parametrize("given", [MTP, NGRAM])
 def test_ranks_that_sleep_wake_or_have_nothing_to_draft_change_no_bit(
     foreseen: Path, given: str, pool_of: PoolOf
@@ -279,6 +281,7 @@ def test_a_deadline_or_an_abort_amid_drafts_leaves_what_was_delivered(
     assert built.scheduler.stats.num_free_blocks == built.scheduler.stats.num_blocks
 
 
+@pytest.mark.crossed("max_model_len", every=2)
 @pytest.mark.parametrize(
     "max_model_len", [43, 50, *(pytest.param(length, marks=pytest.mark.slow) for length in (44, 48, 100))]
 )

@@ -110,6 +110,7 @@ def served_alone(
     return directory, answers_of(directory, True, 1, enable_prefix_caching=False)
 
 
+@pytest.mark.crossed("served_alone", "settings", every=2)
 @pytest.mark.parametrize("settings", SETTINGS, ids=["full batch", "preemption", "chunks of 23"])
 def test_drafts_change_no_bit(served_alone: tuple[Path, Answers], settings: dict[str, Any]) -> None:
     directory, alone = served_alone
@@ -118,6 +119,7 @@ def test_drafts_change_no_bit(served_alone: tuple[Path, Answers], settings: dict
     assert 50 < num_accepted < num_tried
 
 
+@pytest.mark.crossed("served_alone", "given", every=2)
 @pytest.mark.parametrize("given", [NGRAM, SUFFIX])
 def test_drafts_from_texts_change_no_bit(served_alone: tuple[Path, Answers], given: str) -> None:
     directory, alone = served_alone
@@ -184,6 +186,7 @@ def served_without_drafts(
     return directory, answers_of(directory, True, 1, enable_prefix_caching=False)
 
 
+@pytest.mark.crossed("settings", every=2)
 @pytest.mark.parametrize(
     "settings", [SETTINGS[0], SETTINGS[2], {"threads": 2}], ids=["full batch", "chunks of 23", "two threads"]
 )

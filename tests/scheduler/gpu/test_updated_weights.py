@@ -114,10 +114,8 @@ def replaced(folder: Path, settings: dict[str, Any], interpreter: RankPool) -> L
     return found
 
 
-@pytest.mark.parametrize(
-    ("family", "settings"),
-    [CASES[0], *(pytest.param(*each, marks=pytest.mark.slow) for each in CASES[1:])],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "settings"), CASES)
 def test_logits_after_an_update_have_the_bits_of_a_rank_that_starts_with_the_weights(
     family: str, settings: dict[str, Any], interpreter: RankPool, tmp_path: Path
 ) -> None:

@@ -270,6 +270,7 @@ PARAMS = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.crossed("row", every=2)
 @pytest.mark.parametrize("row", ROWS)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, about infinities
 @settings(max_examples=120, deadline=None)

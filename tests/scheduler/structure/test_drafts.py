@@ -302,6 +302,7 @@ def test_the_cases_end_in_all_ways(plain: Tokens) -> None:
     assert [len(plain[f"cut at {count}"][0]) for count in (1, 2, 3)] == [1, 2, 3]
 
 
+@pytest.mark.crossed("config", every=2)
 @pytest.mark.parametrize("config", [MTP, NGRAM, SUFFIX])
 def test_drafts_change_no_structured_answer(foreseen: Path, plain: Tokens, config: str) -> None:
     found, num_right = served_with(foreseen, config, None)
@@ -309,6 +310,7 @@ def test_drafts_change_no_structured_answer(foreseen: Path, plain: Tokens, confi
     assert num_right > 5
 
 
+@pytest.mark.crossed("options", every=2)
 @pytest.mark.parametrize(
     "options", [{}, {"max_num_batched_tokens": 31, "max_num_seqs": 6}, {"kv_cache_bytes": 16 * 12 * 768}]
 )

@@ -119,6 +119,7 @@ def test_answers_have_their_forms(served_alone: Texts) -> None:
         assert end is FinishReason.LENGTH or text == "(" * (len(text) // 2) + "x" + ")" * (len(text) // 2)
 
 
+@pytest.mark.crossed("settings", every=2)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -134,6 +135,7 @@ def test_forms_change_nobody_elses_tokens_and_nobody_changes_theirs(
     assert serve_all(directory, requests(), **settings) == served_alone
 
 
+@pytest.mark.crossed("settings", every=2)
 @pytest.mark.parametrize(
     "settings",
     [

@@ -45,6 +45,7 @@ def requests(rank: int = 0) -> list[Request]:
     return made
 
 
+@pytest.mark.crossed("settings", every=3)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     "settings",

@@ -218,6 +218,7 @@ def _compared(parts: Sequence[bytes]) -> list[bytes]:
     return [_OWN.sub(b"", part) for part in parts]
 
 
+@pytest.mark.crossed("body", every=3)
 @pytest.mark.parametrize(("path", "body"), CASES)
 def test_a_stream_has_the_bytes_that_its_task_would_send(
     endpoints: Endpoints, path: str, body: dict[str, Any]

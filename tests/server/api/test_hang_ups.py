@@ -46,6 +46,7 @@ def test_a_client_that_leaves_its_stream_frees_its_place(front: FrontProcess, pa
     never.set()
 
 
+@pytest.mark.crossed("path", every=2)
 @pytest.mark.parametrize("path", BODIES)
 def test_a_client_that_stops_waiting_for_a_whole_answer_frees_its_place(
     front: FrontProcess, path: str

@@ -86,6 +86,7 @@ def test_a_response_is_there_for_the_key_that_made_it_alone(
     assert client.delete(f"/v1/responses/{made}", headers=A).status_code == 200
 
 
+@pytest.mark.slow
 def test_many_responses_of_b_push_none_of_a_out(client: httpx.Client) -> None:
     kept = [respond(client, A).json()["id"] for _ in range(3)]
     with ThreadPoolExecutor(8) as pool:

@@ -39,6 +39,7 @@ def wait_for_answers(front: FrontProcess, count: int) -> None:
     wait_until(lambda: metric(front, "wideep:front_open_choices") == count, lambda: "the choices do not open")
 
 
+@pytest.mark.crossed("kind", every=2)
 @pytest.mark.parametrize("kind", list(BODIES))
 def test_running_requests_move_and_clients_get_the_same_answer(front: FrontProcess, kind: str) -> None:
     path, body = BODIES[kind]

@@ -111,6 +111,7 @@ def begin(
     return asked, gate
 
 
+@pytest.mark.crossed("name", every=2)
 @pytest.mark.parametrize("name", BODIES)
 def test_a_rank_is_killed_in_the_middle_and_the_answer_is_what_it_would_have_been(
     front: FrontProcess, threads: ThreadPoolExecutor, name: str

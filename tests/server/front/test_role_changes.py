@@ -58,6 +58,7 @@ def handed_over(front: FrontProcess) -> float:
     return float(found.group(1))
 
 
+@pytest.mark.crossed("kind", every=2)
 @pytest.mark.parametrize("kind", list(BODIES))
 def test_every_answer_is_the_same_and_every_choice_is_handed_over_once(
     front: FrontProcess, kind: str

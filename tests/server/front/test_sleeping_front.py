@@ -49,6 +49,7 @@ def open_streams(
     return asked, gate, expected
 
 
+@pytest.mark.crossed("kind", every=2)
 @pytest.mark.parametrize("kind", list(BODIES))
 def test_kept_requests_continue_after_waking_and_clients_get_the_same_answer(
     front: FrontProcess, kind: str

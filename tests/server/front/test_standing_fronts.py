@@ -112,6 +112,7 @@ def service(model_dir: Path, tmp_path: Path) -> Iterator[Service]:
         each.close()
 
 
+@pytest.mark.slow
 def test_every_front_of_the_standby_has_the_answers_of_its_counterpart(service: Service) -> None:
     first, standby = service.first.fronts, service.standby.fronts
     gate = threading.Event()

@@ -139,6 +139,7 @@ def check(answer: RawAnswer) -> None:
     assert len(answer.body) < 6000, "errors quote little of the body"
 
 
+@pytest.mark.crossed("name", every=2)
 @pytest.mark.parametrize("name", SMALL)
 def test_a_hostile_body_is_refused_or_answered(hard_front: PacedFront, client: RawClient, name: str) -> None:
     path, make = SMALL[name]

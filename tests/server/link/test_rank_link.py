@@ -371,6 +371,7 @@ def test_the_rank_hears_that_the_front_is_gone(front: FrontEnd) -> None:
     assert heard.empty(), "a loss is reported once"
 
 
+@pytest.mark.crossed("num_messages", every=2)
 @pytest.mark.parametrize("num_messages", [1, 4])
 def test_a_front_that_closes_during_a_write_logs_no_error(
     num_messages: int, caplog: pytest.LogCaptureFixture

@@ -50,6 +50,7 @@ def test_a_start_says_once_that_the_version_is_newer_than_the_tested_ones(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.crossed("version", "command", every=2)
 @pytest.mark.parametrize("command", ["serve", "worker", "models", "size", "simulate"])
 @pytest.mark.parametrize("version", ["4.57.6", "5.20.2", "6.0.0", "main"])
 def test_a_version_outside_the_range_ends_every_command_that_needs_it(

@@ -34,6 +34,7 @@ def test_the_number_of_images_has_vllm_s_forms(limits: str, most: int) -> None:
     assert given("--limit-mm-per-prompt", limits).most_images == most
 
 
+@pytest.mark.crossed("words", every=2)
 @pytest.mark.parametrize(
     ("words", "reason"),
     [

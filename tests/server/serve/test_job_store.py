@@ -109,6 +109,7 @@ def test_a_timeout_is_passed_on() -> None:
         MovingStore(StoreAddress(there), recovery_s=WAIT_S).wait(["a"], timedelta(seconds=0.05))
 
 
+@pytest.mark.crossed("key", every=2)
 @pytest.mark.parametrize("key", [None, KEY], ids=["no key", "a cluster key"])
 def test_all_ranks_find_both_fronts_and_a_node_that_joins_finds_the_standbys(key: bytes | None) -> None:
     (_first, endpoint), (_second, there) = hosted(), hosted()
@@ -136,6 +137,7 @@ def test_nodes_with_different_numbers_of_fronts_are_refused() -> None:
         jobs.publish_standby({**BOUND, "others": "b:2"}, jobs.open())
 
 
+@pytest.mark.slow
 def test_an_engine_that_starts_later_uses_the_store_that_has_a_front() -> None:
     (first, endpoint), (_second, there) = hosted(), hosted()
     jobs = [JobStore(place(endpoint), {}, None, standby=str(there), recovery_s=WAIT_S) for _ in range(2)]

@@ -183,6 +183,7 @@ def test_the_key_is_that_of_the_workers(tmp_path: Path) -> None:
         cluster_key_of(params, [*torchrun, "--cluster-key-file", str(tmp_path / "missing")])
 
 
+@pytest.mark.crossed("with_key", every=2)
 @pytest.mark.parametrize("with_key", [False, True], ids=["without a key", "with a key"])
 def test_nodes_meet_although_a_stranger_writes_to_the_store(tmp_path: Path, with_key: bool) -> None:
     port, config = free_port(), {"cluster_key_file": write_key(tmp_path)} if with_key else {}

@@ -34,6 +34,7 @@ def meet(params: RendezvousParameters) -> RendezvousInfo:
     return torchrun_backend.create(params).next_rendezvous()
 
 
+@pytest.mark.crossed("first", every=2)
 @pytest.mark.parametrize(
     ("first", "says"),
     [

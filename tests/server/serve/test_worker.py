@@ -72,6 +72,7 @@ def test_other_ranks_start_no_front_and_print_nothing(model: Path) -> None:
         assert service.output() == ""
 
 
+@pytest.mark.crossed("number", every=3)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_stop_signal_ends_everything_with_status_0_and_the_front_first(
     model: Path, number: signal.Signals

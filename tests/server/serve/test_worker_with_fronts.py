@@ -74,6 +74,7 @@ def test_a_unix_socket_that_cannot_be_bound_ends_the_start_with_a_message(
         assert f"--uds is {path}, which another program listens on; choose another path" in service.output()
 
 
+@pytest.mark.crossed("name", every=2)
 @pytest.mark.parametrize("name", NAMES[:2])
 def test_a_killed_front_is_started_again_while_the_others_run(model: Path, name: str) -> None:
     with start_worker(model, place(), "--api-server-count=3", "--max-rank-restarts=1") as service:

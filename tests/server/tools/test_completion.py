@@ -31,6 +31,7 @@ def offered(script: str, *words: str) -> set[str]:
     return set(answer.stdout.split())
 
 
+@pytest.mark.crossed("words", every=2)
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

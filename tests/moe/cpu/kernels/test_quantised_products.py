@@ -129,6 +129,7 @@ def expected(x_TK: Tensor, weight: QuantisedWeight) -> Tensor:
     return out_TN[:, : weight.shape[0]]
 
 
+@pytest.mark.crossed("team", "n", "k", "name", every=2)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_every_row_has_the_bits_of_the_dequantised_weight(

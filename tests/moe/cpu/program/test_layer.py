@@ -85,6 +85,7 @@ def opened(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -
     return engine
 
 
+@pytest.mark.crossed("family", every=2)
 @pytest.mark.parametrize("family", ADOPTED)
 def test_programs_give_what_modules_give(family: str, opened: Callable[..., Assembled]) -> None:
     ours, theirs = opened(family), opened(family, as_modules=True)
@@ -93,6 +94,7 @@ def test_programs_give_what_modules_give(family: str, opened: Callable[..., Asse
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.crossed("family", every=2)
 @pytest.mark.parametrize("family", ADOPTED)
 def test_a_model_that_is_a_program_gives_the_bits_of_its_decoder_and_that_those_of_its_layers(
     family: str, opened: Callable[..., Assembled]

@@ -79,6 +79,7 @@ def ran(directory: Path, is_spread: bool, threads: int, region_bytes: int | None
     return Ran(logits, counts.table.copy(), samples, counts.experts_s > 0, len(met))
 
 
+@pytest.mark.crossed("family", every=3)
 @pytest.mark.parametrize(
     ("family", "threads", "region_bytes"),
     [("qwen3_moe", 1, None), ("deepseek_v3", 2, None), ("glm4_moe", 1, 2048)],

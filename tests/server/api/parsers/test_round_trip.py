@@ -145,6 +145,7 @@ def test_every_parser_has_a_form_here() -> None:
     }
 
 
+@pytest.mark.crossed("form", every=2)
 @_BY_NAME
 @_FEW
 @given(data=st.data())

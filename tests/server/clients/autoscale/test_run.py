@@ -177,6 +177,7 @@ def test_another_program_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert "http://s did not return a state of WideEP" in capsys.readouterr().err
 
 
+@pytest.mark.crossed("words", every=2)
 @pytest.mark.parametrize(
     ("words", "text"),
     [

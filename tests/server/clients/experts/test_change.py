@@ -122,6 +122,7 @@ def test_the_history_shows_moves_and_decisions_with_reasons(capsys: pytest.Captu
     assert json.loads(capsys.readouterr().out)["serving"] == {"version": 4}
 
 
+@pytest.mark.crossed("field", "verb", every=2)
 @pytest.mark.parametrize("verb", ["apply", "rollback", "history"])
 @pytest.mark.parametrize("field", ["reason", "kind", "failed"])
 def test_a_server_s_words_do_not_act_on_the_terminal(

@@ -55,6 +55,7 @@ def asked(front: FrontProcess, text: str, *pictures: bytes) -> Request:
     return front.asked(text)
 
 
+@pytest.mark.slow
 def test_a_rank_of_another_host_gets_one_token_per_row_and_the_rows(seeing: FrontProcess) -> None:
     request = asked(seeing, "two pictures", WIDE, TALL)
     places = [place for place, token in enumerate(request.prompt_ids) if token == IMAGE_TOKEN]

@@ -269,6 +269,7 @@ class CheckedRanks(FakeRanks):
         self.running[request_id] = place, digest
 
 
+@pytest.mark.crossed("seed", every=3)
 @pytest.mark.parametrize("seed", range(6))
 def test_no_place_changes_under_a_request_whatever_the_fronts_do(tmp_path: Path, seed: int) -> None:
     """Three fronts, five adapters at two places, and everything in any order."""

@@ -256,6 +256,7 @@ def test_hostile_forms_are_answered_in_bounded_time_and_the_next_is_served(names
     with_checks(work)
 
 
+@pytest.mark.crossed("said", every=2)
 @pytest.mark.parametrize("said", ["abc", 5, ["abc"], False])
 def test_a_schema_s_options_are_an_object(said: object) -> None:
     """A TypeError used to end the process, and the next structure waited for a new one."""

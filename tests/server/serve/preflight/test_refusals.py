@@ -207,6 +207,7 @@ REFUSALS: list[tuple[str, Refused, tuple[str, ...]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.crossed("refused", every=2)
 @pytest.mark.usefixtures("much_memory")
 @pytest.mark.parametrize(("refused", "said"), [row[1:] for row in REFUSALS], ids=[row[0] for row in REFUSALS])
 def test_a_start_that_cannot_work_is_refused_and_says_why(

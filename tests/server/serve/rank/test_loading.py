@@ -154,6 +154,7 @@ def test_a_start_that_fails_amid_a_bar_ends_with_its_error_on_a_sane_terminal(tm
     assert all(line.startswith(("wideep", "Loading")) for line in lines[:-1]), lines
 
 
+@pytest.mark.crossed("form", every=2)
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_without_a_terminal_there_is_no_control_character(tmp_path: Path, form: str) -> None:
     model = write_checkpoint(tmp_path / "tiny")

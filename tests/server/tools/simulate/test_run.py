@@ -84,6 +84,7 @@ def test_pools_are_simulated_with_their_roles(folder: Path, capsys: pytest.Captu
     assert "2 ranks (prefill 1, decode 1)" in table and "requests handed over" in table
 
 
+@pytest.mark.crossed("more", every=2)
 @pytest.mark.parametrize(
     ("more", "said"),
     [

@@ -203,6 +203,7 @@ def test_given_ranks_that_miss_a_target_are_status_1(
     assert "target TPOT 2.5 ms: missed (time per token) on 1 rank" in said
 
 
+@pytest.mark.crossed("flags", every=2)
 @pytest.mark.parametrize(
     ("flags", "says"),
     [

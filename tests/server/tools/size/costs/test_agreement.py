@@ -66,6 +66,7 @@ def _read(path: Path, options: Options) -> ReadModel:
     )
 
 
+@pytest.mark.crossed("name", every=2)
 @pytest.mark.parametrize("name", _WRITERS)
 def test_config_alone_says_what_the_files_say(written: Callable[[str], Path], name: str) -> None:
     directory = written(name)
