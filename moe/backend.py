@@ -167,6 +167,7 @@ class Backend:
         set_threads: Change the threads of this process that run a step, while none runs. No result depends on them.
         keeps_addresses: Whether captured steps read weights at the addresses that they have when a model is loaded.
         wait: Return when the device has finished what the calling thread launched.
+        runs_image_experts: Whether a decoder layer may have experts for images next to those for text.
         fp8_rows: Whether rows are quantised for FP8 weights if the checkpoint's configuration does so.
     """
 
@@ -193,4 +194,5 @@ class Backend:
     set_threads: Callable[[Step, int], None] = lambda _step, _threads: None
     keeps_addresses: bool = False
     wait: Callable[[], None] = lambda: None
+    runs_image_experts: bool = True
     fp8_rows: bool = False

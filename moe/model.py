@@ -80,13 +80,12 @@ class Skeleton:
         mtp_layers = find_mtp_layers(directory, config) if has_mtp else ()
         self.model: PreTrainedModel = build_on_meta(config, backend.model_dtype, mtp_layers)
         experts_modules(self.model)  # refuses a model without experts before the rehearsal
-        has_image_experts = image_experts.has_any(self.model)
-        if backend is CPU:  # on other devices, the rehearsal removes experts that no text reaches
+        # Whether the decoder can run rows of images on the device.
+        self.takes_images = backend.runs_image_experts or not image_experts.has_any(self.model)
+        if backend.runs_image_experts:  # otherwise the rehearsal removes experts that no text reaches
             image_experts.exchange(self.model)
         codes = CODES[kv_cache_dtype]
         self.cache_shapes = [replace(shape, codes=codes) for shape in rehearse(self.model)]
-        # Whether the decoder can run rows of images on the device.
-        self.takes_images = backend is CPU or not has_image_experts
         self.experts = experts_modules(self.model)
         self.num_experts = int(next(iter(self.experts.values())).num_experts)
         problem = backend.why_unserved(self.model, self.cache_shapes, self.quantisation)

@@ -140,6 +140,7 @@ def backend_on(on: GpuDevice) -> Backend:
         enter_thread=partial(_enter_thread, on),
         warm_up=partial(warm_up, on),
         keeps_addresses=True,
+        runs_image_experts=not on.compiler,
         wait=partial(_wait, on),
     )
 

@@ -13,6 +13,7 @@ Legend: T rows, D hidden dim, K choices.
 
 import copy
 import re
+from functools import reduce
 from typing import Any
 from weakref import ref
 
@@ -43,6 +44,8 @@ def exchange(model: PreTrainedModel) -> int:
     Raises:
         UnsupportedModelError: A trial of a small block shows other results.
     """
+    if not tokens_of_images(model.config):
+        return 0  # a decoder alone, to which no row of an image comes
     found = [module for module in model.modules() if _has_both(module)]
     config = model.config.get_text_config(decoder=True)
     for kind in {type(module) for module in found}:
@@ -75,7 +78,8 @@ def _note_kinds(model: PreTrainedModel) -> None:
 
     def add_kinds(_decoder: nn.Module, inputs: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         ids_1T: Tensor = options["input_ids"]
-        is_image_1T = (ids_1T[..., None] == ids_1T.new_tensor(tokens)).any(-1)
+        # Without a list of the tokens on the device: a captured step copies nothing from the host.
+        is_image_1T = reduce(torch.bitwise_or, [ids_1T == token for token in tokens])
         return inputs, {**options, _KINDS: is_image_1T}
 
     model.get_decoder().register_forward_pre_hook(add_kinds, with_kwargs=True)

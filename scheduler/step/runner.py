@@ -85,7 +85,7 @@ class Runner:
             ImageRowsError: They cannot be used.
         """
         if request.images and not self._model.skeleton.takes_images:
-            raise ImageRowsError("images of this model are supported on CPUs only")
+            raise ImageRowsError("images of this model are not supported with --enable-torch-compile")
         return replace(request, images=read_rows(request.images, self._model.hidden_dim))
 
     @property

@@ -26,6 +26,7 @@ from server.serve.preflight.memory import (
     available_bytes,
     check_memory,
     float_bytes,
+    has_image_experts,
     mtp_names,
     rank_experts,
     slots_per_rank,
@@ -121,7 +122,7 @@ def check_files(options: Options, pool_sizes: Sequence[int]) -> WeightBytes:
         config,
         float_bytes(options),
         has_mtp=options.engine.has_mtp,
-        on_gpu=options.device == "cuda",
+        has_image_experts=has_image_experts(options),
     )
     for num_ranks in sorted(set(pool_sizes)):
         check_placement(options.engine.expert_placement, weights, config, num_ranks)

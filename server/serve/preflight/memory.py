@@ -152,14 +152,14 @@ def weight_bytes(
     float_bytes: float | None,
     *,
     has_mtp: bool = False,
-    on_gpu: bool = False,
+    has_image_experts: bool = True,
 ) -> WeightBytes:
     """Sum a checkpoint's tensors, for its text decoder only, from the headers of its files.
 
     Args:
         float_bytes: Bytes per unquantised number; None for the file's type as read on a CPU.
         has_mtp: Whether the layers for multi-token prediction are read.
-        on_gpu: Whether the ranks run on GPUs, which read no experts for images.
+        has_image_experts: Whether experts for images are read.
 
     Raises:
         PreflightError: There is no safetensors file, or one is missing, damaged or incomplete.
@@ -184,7 +184,7 @@ def weight_bytes(
         size = int(math.prod(tensor["shape"]) * bits / 8)
         if is_expert(name, tensor["shape"], num_experts(config)):
             place = _place_of_list(name, config)
-            if place and on_gpu:
+            if place and not has_image_experts:
                 continue
             experts += size
             numbers = map(int, re.findall(r"\.(\d+)\.", f".{name}")[:1])  # the first number is the layer
@@ -192,6 +192,11 @@ def weight_bytes(
         else:
             shared += size
     return WeightBytes(shared, experts, max(1, len(layers)))
+
+
+def has_image_experts(options: Options) -> bool:
+    """Return whether a rank reads the experts for images of a model that has both kinds (`moe.vision.image_experts`)."""
+    return options.device != "cuda" or not options.engine.enable_torch_compile
 
 
 def mtp_names(names: Iterable[str], config: dict[str, Any]) -> MtpNames:
@@ -252,7 +257,7 @@ def spare_bytes(options: Options, num_ranks: int) -> int:
         config,
         float_bytes(options),
         has_mtp=options.engine.has_mtp,
-        on_gpu=options.device == "cuda",
+        has_image_experts=has_image_experts(options),
     )
     return rank_experts(weights, config, options, num_ranks).spare
 
@@ -265,7 +270,7 @@ def rank_bytes(options: Options, num_ranks: int) -> int:
         config,
         float_bytes(options),
         has_mtp=options.engine.has_mtp,
-        on_gpu=options.device == "cuda",
+        has_image_experts=has_image_experts(options),
     )
     experts = rank_experts(weights, config, options, num_ranks)
     return weights.shared + experts.serving + experts.spare

@@ -22,9 +22,13 @@ NUM_SERVED = 4  # tokens of an answer
 NUM_AFTER = 6  # tokens of text after a prompt; the last ones are decoded
 NOISY = {"gemma4": 1e-3}  # see tests/moe/vision/test_images.py
 FAMILIES = (
-    "qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe", "mistral3", "mistral_large4", "llama4", "kimi_k25", "gemma4",
+    "qwen3_vl_moe", "qwen3_5_moe", "glm4v_moe", "mistral3", "mistral_large4", "llama4", "kimi_k25", "gemma4", "ernie4_5_vl_moe",
 )  # fmt: skip
-REPLAYED = ("qwen3_vl_moe", "kimi_k25")  # positions on several axes and on one
+REPLAYED = (
+    "qwen3_vl_moe",
+    "kimi_k25",
+    "ernie4_5_vl_moe",
+)  # positions on several axes and on one, experts for images
 
 pytestmark = [pytest.mark.slow, needs_triton]
 

@@ -30,7 +30,7 @@ INVARIANT: dict[str, Any] = {"batch_invariant": True}
 CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     *((family, {}) for family in (
         "qwen3_moe", "qwen3_next", "deepseek_v3", "deepseek_v32", "gpt_oss", "glm4_moe", "nemotron_h", "kimi_linear", "gemma4",
-        "minimax_m2", "minimax", "lfm2_moe", "llama4", "glm5_next", "jamba",
+        "minimax_m2", "minimax", "lfm2_moe", "llama4", "glm5_next", "jamba", "ernie4_5_vl_moe",
     )),
     *((family, INVARIANT) for family in ("qwen3_moe", "deepseek_v3", "glm4_moe")),
     ("mimo_v2_flash", {"kv_cache_dtype": "int8"}),

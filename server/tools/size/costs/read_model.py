@@ -169,7 +169,7 @@ def _read(
     costs = _costs(skeleton, config, plain_bytes)
     has_files = any(directory.glob("*.safetensors"))
     if has_files:
-        weights = weight_bytes(directory, config, float_bytes, on_gpu=backend is not CPU)
+        weights = weight_bytes(directory, config, float_bytes, has_image_experts=backend.runs_image_experts)
         adapted = adapted_features(directory, config, adapted_modules)
     else:
         adapted = _adapted(skeleton, config, adapted_modules)

@@ -7,12 +7,15 @@ import pytest
 
 from attention.gpu.limits import EXPANDED_BYTES, SCORE_BYTES
 from expert_placement.files import save_placement
+from scheduler.policy.config import EngineSettings
 from scheduler.step.sizing import KVMemoryError, attention_bytes, cache_budget
+from server.options.table import Options
 from server.serve.preflight.memory import (
     WeightBytes,
     attention_heads,
     available_bytes,
     check_memory,
+    has_image_experts,
     rank_experts,
     spare_bytes,
     usable_cores,
@@ -189,7 +192,7 @@ def test_layers_for_multi_token_prediction_are_counted_where_they_are_read(tmp_p
     assert with_mtp == WeightBytes(shared=one, experts=3 * one, expert_layers=3)
 
 
-def test_experts_for_images_are_layers_on_cpus_and_left_out_on_gpus(tmp_path: Path) -> None:
+def test_experts_for_images_are_layers_and_left_out_of_compiled_models(tmp_path: Path) -> None:
     """Experts for text are 0 to 7 of a layer's list, those for images 8 to 15."""
     sizes = {number: [8, 8] if number < 8 else [4, 8] for number in range(16)}
     names = {
@@ -201,8 +204,12 @@ def test_experts_for_images_are_layers_on_cpus_and_left_out_on_gpus(tmp_path: Pa
     config = {"num_hidden_layers": 3, "moe_num_experts": 8, "moe_intermediate_size": [8, 4]}
     text, image = 2 * 8 * 64 * 4, 2 * 8 * 32 * 4
     assert weight_bytes(tmp_path, config, 4) == WeightBytes(shared=0, experts=text + image, expert_layers=4)
-    on_gpu = weight_bytes(tmp_path, config, 4, on_gpu=True)
-    assert on_gpu == WeightBytes(shared=0, experts=text, expert_layers=2)
+    without = weight_bytes(tmp_path, config, 4, has_image_experts=False)
+    assert without == WeightBytes(shared=0, experts=text, expert_layers=2)
+    compiled = EngineSettings(enable_torch_compile=True)
+    assert has_image_experts(Options(model="ernie", device="cpu", engine=compiled))
+    assert has_image_experts(Options(model="ernie", device="cuda"))
+    assert not has_image_experts(Options(model="ernie", device="cuda", engine=compiled))
 
 
 def test_towers_for_images_are_not_counted(tmp_path: Path) -> None:
