@@ -275,6 +275,15 @@ class Model:
         for layer, choice, counts in zip(self.layers, choices, self.load_counts.layers, strict=True):
             layer.dispatcher, layer.choice, layer.counts = dispatcher, choice, counts
 
+    def join(self, other: "Model") -> None:
+        """Run steps next to another model, between its steps, with its ranks and threads. Local, while no step runs.
+
+        The models have the same placement. This one has separate counters.
+        """
+        for ours, theirs in zip(self.layers, other.layers, strict=True):
+            ours.dispatcher, ours.choice = theirs.dispatcher, theirs.choice
+        self.step.team = other.step.team
+
     def exchange(self, other: "Model") -> None:
         """Exchange weights, and all that was built from them, with another model of the same ranks. Local, while no step runs.
 

@@ -11,6 +11,7 @@ from torch.distributed import Store
 
 from dispatch.compiled.turns import compile_in_turns
 from dispatch.dispatched import TokenDispatcher
+from dispatch.mode import fitting_capacity
 from dispatch.wires.segment import available_bytes
 from expert_placement.placement import Placement
 from kvcache.blocks import BlockPool
@@ -38,7 +39,7 @@ from scheduler.moves.read_ahead import ReadAhead
 from scheduler.moves.relocation import Relocation
 from scheduler.moves.reports import ExpertMap
 from scheduler.moves.telemetry import Telemetry, expert_map
-from scheduler.policy.config import ConfigError, EngineConfig, model_length, why_no_compiler
+from scheduler.policy.config import ConfigError, DispatchMode, EngineConfig, model_length, why_no_compiler
 from scheduler.policy.scheduler import Scheduler
 from scheduler.policy.state_tables import STATES_OF_ONE
 from scheduler.sampling import draw
@@ -64,6 +65,7 @@ from scheduler.step.runner import Runner
 from scheduler.step.sizing import CacheSize
 from scheduler.structure.compiler import LoadVocabulary, StructureCompiler, no_vocabulary
 from scheduler.weights.loading import VersionLoader
+from scheduler.weights.preparation import Preparation
 from scheduler.weights.updates import RankWeights
 
 ORDER_MARGIN_S = 60.0  # a rank waits this much longer for an order than the front waits for a rank to return
@@ -211,6 +213,7 @@ def assemble(
         plan_time=PlanTime() if backend.device.type == "cuda" else None,
         tiers=tiers,
         weights=weights,
+        preparation=_make_preparation(config, prepared, scheduler, runner, model, size),
         adapters=adapters,
     )
     chosen = f"{dispatcher.name}, as {dispatcher.reason}"
@@ -307,6 +310,29 @@ def _make_weights(
     make_step = partial(_make_step, config, prepared.length, backend)
     loader = VersionLoader(config, model, relocation, make_step=make_step, available=available)
     return RankWeights(config.rank, loader.parts, enter_thread=backend.enter_thread)
+
+
+def _make_preparation(
+    config: EngineConfig,
+    prepared: _Prepared,
+    scheduler: Scheduler,
+    runner: Runner,
+    model: Model,
+    size: CacheSize,
+) -> Preparation | None:
+    """Return the preparation of open requests for new weights. None if requests must be computed after the switch."""
+    is_possible = (
+        not prepared.backend.keeps_addresses  # otherwise only the serving model's captured steps can run
+        and config.enable_prefix_caching
+        and (config.keeps_snapshots or not size.num_states)
+        and not config.has_mtp  # the layers that draft write the cache after a step
+        and not _overlaps(config, prepared.drafter, size)
+    )
+    if not is_possible:
+        return None
+    is_bounded = config.dispatch_mode is DispatchMode.LOW_LATENCY
+    agreed_tokens = fitting_capacity(config.max_num_batched_tokens) if is_bounded else 0
+    return Preparation(scheduler, runner, model, agreed_tokens=agreed_tokens)
 
 
 def _make_epochs(config: EngineConfig, parts: RankParts, links: EpochLinks | None) -> EpochFollower:

@@ -52,6 +52,7 @@ from scheduler.step.plan_time import PlanTime
 from scheduler.step.prefill_pace import PrefillPace
 from scheduler.step.runner import Runner
 from scheduler.structure.compiler import StructureCompiler, Structured
+from scheduler.weights.preparation import Preparation
 from scheduler.weights.updates import RankWeights
 from scheduler.weights.versions import WeightVersion
 
@@ -103,6 +104,7 @@ class Engine:
         plan_time: PlanTime | None = None,
         tiers: Tiers | None = None,
         weights: RankWeights | None = None,
+        preparation: Preparation | None = None,
         adapters: AdapterLoads | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -119,6 +121,8 @@ class Engine:
             plan_time: Delays the plans of overlapped steps. None plans at once.
             tiers: The scheduler's tiers; closed with the engine.
             weights: Replaces the model's weights while it serves. With None they stay.
+            preparation: Prepares open requests for new weights. With None their prefixes are computed after the switch. It is
+                there on all ranks or on none.
             adapters: Loads of adapters. None if the model takes none.
         """
         assert not (overlaps and drafter), (
@@ -138,6 +142,7 @@ class Engine:
         memory.on_news = self._wake
         self.weights = weights or RankWeights()
         self.weights.on_news, self.weights.on_installed = self._wake, self._begin_weights
+        self._preparation = preparation
         self.adapters = adapters
         if adapters is not None:
             adapters.on_news = self._wake
@@ -303,6 +308,7 @@ class Engine:
             self._abandon(error)
         self._drain(on_step)
         if decision is Decision.REGROUP:
+            self._end_preparation()
             # Outside the handler: an error's traceback keeps groups alive, and they must end now.
             assert self._epochs is not None, "without orders no rank announces one"
             self._lockstep = self._serving = None
@@ -325,6 +331,8 @@ class Engine:
             agreement = lockstep.agree()
             progress.end_exchange(lockstep.step)
             decision, switch_to = agreement.decision, agreement.switch_to
+            if agreement.prepares is None:
+                self._end_preparation()
             if switch_to is not None or decision is not Decision.RUN or agreement.weights_number is not None:
                 self._drain(on_step)
             if agreement.weights_number is not None:
@@ -345,6 +353,8 @@ class Engine:
                 self._sleep(lockstep)
                 self._post_next(lockstep, 0)
                 continue
+            if agreement.prepares is not None and self._preparation is not None:
+                self._preparation.step(self.weights.posted)
             self._step(lockstep, agreement, on_step)
 
     def _step(self, lockstep: LockStep, agreement: Agreement, on_step: OnStep) -> None:
@@ -503,6 +513,8 @@ class Engine:
         self, lockstep: LockStep, *, has_work: bool, has_prefill: bool, num_decodes: int, num_prefill: int
     ) -> None:
         self._told_epoch = self._ordered_epoch(lockstep)
+        serving, ready = self.weights.serving.number, self.weights.number_to_post()
+        is_prepared = ready == serving or self._preparation is None or self._preparation.is_complete
         lockstep.post(
             has_work=has_work,
             is_stopping=self._is_stopping,
@@ -515,7 +527,7 @@ class Engine:
             draft_depth=self._draft_depth(),
             num_context=self._scheduler.num_context,
             memory_number=self.memory.number_to_post(is_idle=self._is_idle),
-            weights=versions_word(self.weights.serving.number, self.weights.number_to_post()),
+            weights=versions_word(serving, ready, is_prepared=is_prepared),
         )
 
     @property
@@ -550,8 +562,13 @@ class Engine:
 
     def _begin_weights(self, version: WeightVersion) -> None:
         """Let all requests start again with new weights. Steps that an earlier epoch interrupted do not run again."""
+        self._end_preparation()
         self._planned.clear()
         self._scheduler.use_weights(version.digest, version.number)
+
+    def _end_preparation(self) -> None:
+        if self._preparation is not None:
+            self._preparation.end()
 
     def _take_inbox(self) -> list[RequestOutput]:
         outputs = []

@@ -7,6 +7,7 @@ others are in flight. Does not know torch or the model.
 
 import heapq
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Series
 from typing import NamedTuple
 
@@ -70,7 +71,8 @@ class Scheduler:
             max_num_seqs, max_num_batched_tokens, max_model_len, rotary_limit, keeps_images_whole
         )
         check_limits(pool, limits)
-        self._pool, self._limits, self._drafter = pool, limits, drafter
+        self._pool, self._states, self._limits, self._drafter = pool, states, limits, drafter
+        self._enable_prefix_caching, self._keeps_snapshots = enable_prefix_caching, keeps_snapshots
         self._tables = BlockTables(
             pool,
             enable_prefix_caching,
@@ -86,6 +88,20 @@ class Scheduler:
         self._refused: list[RequestOutput] = []  # ends found by `add`; `expire` or `commit` delivers them
         self._remote: deque[Sequence] = deque()  # new ones with prefixes that another node may have
         self._weights, self._weights_number = "", 0
+
+    def twin(self) -> "Scheduler":
+        """Return a scheduler without requests over the same pools, for the same thread. It has no tiers and no drafts."""
+        return Scheduler(
+            self._pool,
+            **self._limits._asdict(),
+            enable_prefix_caching=self._enable_prefix_caching,
+            states=self._states,
+            keeps_snapshots=self._keeps_snapshots,
+        )
+
+    def when_short(self, give_way: Callable[[], None]) -> None:
+        """Call `give_way` whenever a request lacks blocks or states, before another one is preempted."""
+        self._tables.on_short = give_way
 
     @property
     def has_work(self) -> bool:
@@ -112,6 +128,21 @@ class Scheduler:
     def running(self) -> Series[Sequence]:
         """The running sequences, in the order in which they began. Read only."""
         return self._roster.running
+
+    @property
+    def begun(self) -> list[Sequence]:
+        """The sequences that run, or that have generated tokens. Read only."""
+        running = SequenceStatus.RUNNING
+        return [each for each in self._roster if each.status is running or each.num_output_tokens]
+
+    def find(self, request_id: str) -> Sequence | None:
+        """Return the sequence of a request, or None if it is unknown or has ended. Read only."""
+        return self._roster.find(request_id)
+
+    @property
+    def pool(self) -> BlockPool:
+        """The block pool. Read only."""
+        return self._pool
 
     def uses_adapter(self, place: int) -> bool:
         """Return whether any request uses the adapter at a place."""
@@ -177,21 +208,33 @@ class Scheduler:
             number: Number of their version. Outputs that end requests carry it.
         """
         self._weights, self._weights_number = digest, number
-        for batch in self._in_flight:
-            for item in batch.items:
-                item.sequence.num_in_flight -= 1
-                item.sequence.num_pending -= item.samples
-                item.sequence.has_drafts_in_flight = False
-        self._in_flight.clear()
+        self._drop_in_flight()
         running = list(self._roster.running)
         for sequence in running:
             self._roster.send_back(sequence)
         for sequence in [*running, *self._tables.leaving]:
             self._tables.vacate(sequence)
         for sequence in self._roster:
-            sequence.weights, sequence.num_looked = digest, 0
+            sequence.weights, sequence.num_looked, sequence.offers_all = digest, 0, True
             sequence.held_keys.clear()
             sequence.prompt_logprobs.clear()
+
+    def clear(self) -> None:
+        """Forget all requests, without outputs. Batches in flight are dropped: the caller commits none of them."""
+        self._drop_in_flight()
+        for sequence in list(self._roster):
+            self._end(sequence)
+        for sequence in list(self._tables.leaving):
+            self._tables.vacate(sequence)
+        self._refused.clear()
+
+    def _drop_in_flight(self) -> None:
+        for batch in self._in_flight:
+            for item in batch.items:
+                item.sequence.num_in_flight -= 1
+                item.sequence.num_pending -= item.samples
+                item.sequence.has_drafts_in_flight = False
+        self._in_flight.clear()
 
     def add(self, request: Request, matcher: StructureMatcher | None = None) -> None:
         """Queue a request. If it cannot be served, or its replayed tokens already end it, the next `expire` or

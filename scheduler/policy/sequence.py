@@ -137,6 +137,7 @@ class Sequence:
     num_admissions: int = 0  # 2 and more after preemption
     num_looked: int = 0  # number of admissions before which its prefix was looked up in the tiers
     num_offered: int = 0  # of its first blocks, given to the tiers since its last admission
+    offers_all: bool = False  # its cached prefix may not be in the tiers: the weights changed since it came
     is_loading: bool = False  # its prefix is on the way from a tier or another node, or to a tier
     fetch: FetchJob | None = None  # of its prefix from another node
     num_awaited_tokens: int = 0  # as in its request, until it has waited for them

@@ -114,6 +114,8 @@ class StepPlans:
         """Preempt the least urgent until a decode has its block. Returns False if the decode must wait."""
         while self._tables.num_plannable(sequence) == 0:
             self._tables.give_way()
+            if self._tables.num_plannable(sequence) > 0:
+                break
             if self._tables.leaving:  # the next commit frees blocks
                 return False
             latest = self._roster.preempt()

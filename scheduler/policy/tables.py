@@ -8,6 +8,7 @@ Does not know budgets or order; `scheduler.policy.scheduler` decides which seque
 """
 
 from bisect import bisect_left
+from collections.abc import Callable
 from collections.abc import Sequence as Series
 
 from kvcache.blocks import BlockPool
@@ -40,6 +41,8 @@ class BlockTables:
                 states, pool, keeps_snapshots=keeps_snapshots, num_drafts=num_drafts, overlaps=overlaps
             )
         self._enable_prefix_caching = enable_prefix_caching
+        # Called when blocks or states are short: another user of the pools gives its own back.
+        self.on_short: Callable[[], None] = lambda: None
         # Sequences that no longer run, but in-flight batches may still write their blocks.
         self.leaving: set[Sequence] = set()
         self.prefix_query_tokens = 0  # counter: prompt tokens looked up at a first admission
@@ -69,7 +72,8 @@ class BlockTables:
             self.tiers.expect(sequence, _num_shareable(sequence), now_s)
 
     def give_way(self) -> None:
-        """Give back the blocks that are kept for requests of other ranks."""
+        """Give back the blocks that are not held for running requests of this rank."""
+        self.on_short()
         if self.tiers is not None:
             self.tiers.give_way()
 
@@ -98,7 +102,7 @@ class BlockTables:
         sequence.held_keys.clear()
         sequence.block_ids = matched
         # A hand-over needs all blocks in the tiers. Those of a cached prefix may have been replaced there.
-        sequence.num_offered = 0 if sequence.request.hands_over else len(matched)
+        sequence.num_offered = 0 if sequence.request.hands_over or sequence.offers_all else len(matched)
         sequence.num_computed = sequence.num_planned = len(matched) * self._pool.block_tokens
         sequence.num_prefill_tokens = len(sequence.token_ids)
         sequence.num_admissions += 1

@@ -60,12 +60,28 @@ class Header(NamedTuple):
     weights: int = 0
 
 
-_VERSION_BITS = 31
+_VERSION_BITS = 31  # two versions and a flag are 63 bits, which keeps the word positive
+_MOST_VERSION = (1 << _VERSION_BITS) - 1
 
 
-def versions_word(serving: int, ready: int) -> int:
-    """Return a header's word for the version of the weights that a rank serves and the one that it could switch to."""
-    return serving << _VERSION_BITS | ready
+class WeightVersions(NamedTuple):
+    """Versions of the weights in a header."""
+
+    serving: int
+    ready: int  # the rank could switch to it; the serving one if there is no other
+    is_prepared: bool  # open requests of the rank have their prefixes of the ready version
+
+
+def versions_word(serving: int, ready: int, *, is_prepared: bool = True) -> int:
+    """Return a header's word for `WeightVersions`."""
+    assert 0 <= serving <= _MOST_VERSION, f"version {serving} of the weights does not fit into a header"
+    assert 0 <= ready <= _MOST_VERSION, f"version {ready} of the weights does not fit into a header"
+    return (serving << _VERSION_BITS | ready) << 1 | is_prepared
+
+
+def versions_of(word: int) -> WeightVersions:
+    """Return what `versions_word` was given."""
+    return WeightVersions(word >> _VERSION_BITS + 1, word >> 1 & _MOST_VERSION, bool(word & 1))
 
 
 class Decision(Enum):
@@ -92,6 +108,8 @@ class Agreement(NamedTuple):
     wait_cause: str = "other"
     memory_number: int | None = None  # the memory order that all ranks could follow, if none has work
     weights_number: int | None = None  # the weights that serve from this step on; None keeps the present ones
+    # The version of the weights for which all ranks prepare their open requests in this step. None: they do not.
+    prepares: int | None = None
 
 
 def decide(headers: Sequence[Header]) -> Decision:
@@ -127,20 +145,34 @@ def agree_on_memory(headers: Sequence[Header], decision: Decision) -> int | None
     return headers[0].memory_number if decision is Decision.SLEEP and len(numbers) == 1 else None
 
 
-def agree_on_weights(headers: Sequence[Header], decision: Decision) -> int | None:
-    """Return the version of the weights that all ranks switch to now. None if they do not change.
+class WeightsStep(NamedTuple):
+    """What all ranks do with another version of the weights in a step."""
+
+    switch_to: int | None = None  # it serves from this step on
+    prepares: int | None = None  # each rank prepares its open requests for it
+
+
+def agree_on_weights(headers: Sequence[Header], decision: Decision) -> WeightsStep:
+    """Derive what all ranks do with the version that all of them could switch to.
+
+    If no rank has work, they switch, because no request is open.
 
     Raises:
         LockStepError: Ranks serve different weights.
     """
-    serving = {header.weights >> _VERSION_BITS for header in headers}
+    versions = [versions_of(header.weights) for header in headers]
+    serving, ready = {each.serving for each in versions}, {each.ready for each in versions}
     if len(serving) != 1:
         raise LockStepError(
             f"ranks serve versions {sorted(serving)} of the weights; this is a bug, and the service ends"
         )
-    ready = {header.weights & (1 << _VERSION_BITS) - 1 for header in headers}
     is_over = decision in (Decision.STOP, Decision.REGROUP)  # an order determines the next version
-    return None if is_over or len(ready) != 1 or ready == serving else ready.pop()
+    if is_over or len(ready) != 1 or ready == serving:
+        return WeightsStep()
+    number = ready.pop()
+    if decision is Decision.RUN and not all(each.is_prepared for each in versions):
+        return WeightsStep(prepares=number)
+    return WeightsStep(switch_to=number)
 
 
 def agree_on_tokens(
@@ -281,7 +313,7 @@ class LockStep:
         cause = cause_of_waiting(self._own, headers, budget)
         return Agreement(
             decision, tokens, switch_to, has_prefill, budget, depth, max(others, default=0), cause,
-            agree_on_memory(headers, decision), agree_on_weights(headers, decision),
+            agree_on_memory(headers, decision), *agree_on_weights(headers, decision),
         )  # fmt: skip
 
     def interrupt(self, error: DispatchError) -> None:

@@ -178,6 +178,22 @@ class Runner:
         self.figures = self.figures.plus(figures)
         return sampled
 
+    @torch.inference_mode()
+    def fill_cache(self, model: Model, batch: StepBatch, agreed_tokens: int) -> None:
+        """Run a batch with another model of the same ranks, only to write the cache. Collective. No figure counts it.
+
+        Args:
+            model: Its dispatcher is this epoch's.
+            batch: An empty one runs padded rows.
+            agreed_tokens: As for `run`.
+        """
+        inputs = fill_step(model.step, batch, agreed_tokens)
+        with self._cache.progress.running():
+            model.forward(inputs.token_T, self._cache, inputs.row_R[:0])
+        self.dispatcher.begin_check()()
+        self._waits = self.dispatcher.waits
+        self.rest()
+
     def settle(self) -> None:
         """Wait until the device has ended all launched steps, at most some seconds: a collective may never end."""
         if self._model.device.type != "cuda":

@@ -57,6 +57,13 @@ class Loaded(NamedTuple):
     overwrite: Overwrite | None = None
 
 
+class Posted(NamedTuple):
+    """A loaded version that this rank has posted to the others."""
+
+    loaded: Loaded
+    version: WeightVersion
+
+
 class WeightParts(NamedTuple):
     """What a rank's engine does for updates."""
 
@@ -93,6 +100,8 @@ class RankWeights:
         self._lock = threading.Lock()
         self._wanted: WeightOrder | None = None  # being loaded, or loaded
         self._loaded: Loaded | None = None
+        # The version that was posted last. Steps may run its model, so it is not freed before another one is posted.
+        self._kept: Posted | None = None
         self._waste: list[Callable[[], None]] = []  # frees weights that do not serve any more
         self._checks: list[WeightOrder] = []
         self._worker: threading.Thread | None = None
@@ -131,7 +140,14 @@ class RankWeights:
         """Return the version that this rank can switch to, otherwise the serving one."""
         with self._lock:
             self._posted = self._next()
+            self._keep_posted()
             return self._posted
+
+    @property
+    def posted(self) -> Posted:
+        """The version next to the serving one that this rank posted last. Its model stays until the next `number_to_post`."""
+        assert self._kept is not None, "the serving version was posted"
+        return self._kept
 
     def switch(self, number: int, step: int) -> None:
         """Serve the version that all ranks posted, from this step on."""
@@ -205,14 +221,29 @@ class RankWeights:
             self._wanted = order
 
     def _drop(self) -> None:
-        if self._loaded is not None:
+        is_kept = self._kept is not None and self._kept.loaded is self._loaded
+        if self._loaded is not None and not is_kept:
             self._waste.append(self._loaded.model.dismantle)
         self._wanted = self._loaded = None
+
+    def _keep_posted(self) -> None:
+        """Keep the version that is posted, if it is not the serving one. Free the one that was kept, if it was dropped."""
+        kept = self._kept
+        self._kept = None
+        if self._posted != self.serving.number:
+            assert self._loaded is not None and self.newest is not None, "what is posted is loaded"
+            self._kept = Posted(self._loaded, self.newest.version)
+        if kept is not None and kept.loaded is not self._loaded:
+            self._waste.append(kept.loaded.model.dismantle)
+            self._work_if_needed()
 
     def _install(self, step: int) -> None:
         with self._lock:
             loaded, order = self._loaded, self.newest
             assert loaded is not None and order is not None and self._parts is not None, "nothing is loaded"
+            kept, self._kept = self._kept, None
+            if kept is not None and kept.loaded is not loaded:
+                self._waste.append(kept.loaded.model.dismantle)
             self._loaded = self._wanted = None
             self._waste.append(self._parts.install(loaded, order.digests))
             self.serving = order.version

@@ -14,12 +14,14 @@ from scheduler.step.lockstep import (
     Header,
     LockStep,
     LockStepError,
+    WeightsStep,
     agree_on_switch,
     agree_on_tokens,
     agree_on_weights,
     cause_of_waiting,
     decide,
     describe_modes,
+    versions_of,
     versions_word,
 )
 from tests.support.engines.serving import request
@@ -197,16 +199,51 @@ def test_no_placement_is_switched_to_at_the_step_at_which_ranks_regroup() -> Non
     assert (lockstep.step, lockstep.placement_version) == (71, 0)
 
 
-def test_ranks_switch_to_weights_that_all_have_loaded() -> None:
-    def told(*ready: int, decision: Decision = Decision.RUN) -> int | None:
-        headers = [header()._replace(weights=versions_word(3, v)) for v in ready]
-        return agree_on_weights(headers, decision)
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_a_headers_word_holds_two_versions_and_a_flag(is_prepared: bool) -> None:
+    most = (1 << 31) - 1
+    for serving, ready in ((0, 0), (3, 4), (most, most), (0, most), (most, 0)):
+        word = versions_word(serving, ready, is_prepared=is_prepared)
+        assert versions_of(word) == (serving, ready, is_prepared)
+        assert 0 <= word < 1 << 63
+    with pytest.raises(AssertionError, match="version 2147483648 of the weights does not fit"):
+        versions_word(0, most + 1)
 
-    assert told(3, 3) is None
-    assert told(4, 3) is None
-    assert told(4, 4) == told(4, 4, decision=Decision.SLEEP) == 4
+
+def agreed_weights(*told: tuple[int, bool], decision: Decision = Decision.RUN) -> WeightsStep:
+    """Return what ranks that serve version 3 agree on, given which version each could switch to and whether it is prepared."""
+    words = [versions_word(3, ready, is_prepared=is_prepared) for ready, is_prepared in told]
+    return agree_on_weights([header()._replace(weights=word) for word in words], decision)
+
+
+def test_ranks_switch_to_weights_that_all_have_loaded_and_prepared() -> None:
+    assert agreed_weights((3, True), (3, True)) == WeightsStep()
+    assert agreed_weights((4, True), (3, True)) == WeightsStep()
+    assert agreed_weights((4, True), (4, True)) == WeightsStep(switch_to=4)
+    assert agreed_weights((4, True), (4, True), decision=Decision.SLEEP) == WeightsStep(switch_to=4)
     for decision in (Decision.STOP, Decision.REGROUP):
-        assert told(4, 4, decision=decision) is None
+        assert agreed_weights((4, True), (4, True), decision=decision) == WeightsStep()
+
+
+def test_all_ranks_prepare_until_each_is_prepared() -> None:
+    for told in (((4, False), (4, False)), ((4, True), (4, False)), ((4, False), (4, True))):
+        assert agreed_weights(*told) == WeightsStep(prepares=4)
+        assert agreed_weights(*told, decision=Decision.SLEEP) == WeightsStep(switch_to=4)
+        for decision in (Decision.STOP, Decision.REGROUP):
+            assert agreed_weights(*told, decision=decision) == WeightsStep()
+    assert agreed_weights((4, False), (3, True)) == WeightsStep(), "a rank has not loaded it"
+    assert agreed_weights((4, False), (5, True)) == WeightsStep(), "ranks have loaded different versions"
+
+
+def test_a_rank_alone_prepares_before_it_switches() -> None:
+    mailbox = open_mailbox("local", None, width=len(Header._fields))
+    lockstep = LockStep(mailbox, epoch=0, timeout_s=1.0)
+    found = []
+    for is_prepared in (False, True):
+        word = versions_word(0, 1, is_prepared=is_prepared)
+        lockstep.post(has_work=True, is_stopping=False, has_prefill=False, num_decodes=1, weights=word)
+        found.append(lockstep.agree()[-2:])
+    assert found == [(None, 1), (1, None)]
 
 
 def test_ranks_that_serve_different_weights_end_the_service() -> None:
