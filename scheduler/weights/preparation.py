@@ -10,13 +10,15 @@ A chunk is collective: ranks without requests run padded rows. Copies of the req
 pools (`Scheduler.twin`). A copy takes free blocks only, and gives all of them back if a request lacks blocks; the request's prefix is
 then computed after the switch. A chunk changes no figure and no output.
 
-Bounded: a rank posts that it is prepared after about twice the chunks that its open requests had at the beginning, even if longer
+Bounded: a rank posts that it is prepared after about twice the chunks that its open requests need at the beginning, even if longer
 requests have come. Until the other ranks are prepared, it continues with tokens generated meanwhile.
 
 Rejected: running old and new weights for each request until it ends, which needs both models and two steps for as long as the longest
 answer takes.
 """
 
+import time
+from collections.abc import Callable
 from itertools import count
 
 from moe.model import Model
@@ -27,9 +29,16 @@ from scheduler.policy.sequence import Sequence, SequenceStatus
 from scheduler.step.runner import Runner
 from scheduler.weights.updates import Posted
 
-CHUNK_TOKENS = 128  # of a rank and step; a step with a chunk takes some tenths of a second on two cores
-MOST_MISSING_BLOCKS = 2  # a request with fewer unprepared blocks is prepared
+CHUNK_S = 0.15  # target duration of a chunk, which all streams wait for
+LEAST_CHUNK, MOST_CHUNK = 32, 128  # tokens
+# A request with one unprepared block is prepared further, but only one with more of them delays the switch.
+DELAYING_BLOCKS = 2
 _FEWEST_STEPS = 8
+
+
+def most_steps(num_tokens: int) -> int:
+    """Return the most chunks for which a rank delays the switch, if its open requests lack this many tokens at first."""
+    return _FEWEST_STEPS + 2 * -(-num_tokens // LEAST_CHUNK)
 
 
 class Preparation:
@@ -42,7 +51,7 @@ class Preparation:
         model: Model,
         *,
         agreed_tokens: int,
-        chunk_tokens: int = CHUNK_TOKENS,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Nothing runs before `step`.
 
@@ -51,13 +60,14 @@ class Preparation:
             runner: Its cache has the blocks of the scheduler's pool.
             model: The serving model.
             agreed_tokens: Most tokens of a rank in low-latency mode, equal on all ranks; 0 dispatches in normal mode.
-            chunk_tokens: Most prompt tokens of a step. An image that must stay whole may exceed it.
         """
         self._scheduler, self._runner, self._model = scheduler, runner, model
-        self._agreed_tokens, self._chunk_tokens = agreed_tokens, chunk_tokens
+        self._agreed_tokens, self._clock = agreed_tokens, clock
+        # Most tokens of the next chunk. An image that must stay whole may exceed it.
+        self._chunk_tokens = LEAST_CHUNK
         self._twin = scheduler.twin()
         scheduler.when_short(self._give_way)
-        self._missing_tokens = MOST_MISSING_BLOCKS * scheduler.pool.block_tokens
+        self._block_tokens = scheduler.pool.block_tokens
         self._ids = count()
         self.num_tokens = 0  # counter: tokens of chunks
         self._posted: Posted | None = None  # the version that is being prepared
@@ -71,14 +81,17 @@ class Preparation:
     def is_complete(self) -> bool:
         """Whether the ranks may switch as far as this one is concerned."""
         has_begun = self._posted is not None
-        return self._is_short or (has_begun and not self._steps_left) or not self._unprepared()
+        if self._is_short or (has_begun and not self._steps_left):
+            return True
+        return not self._lacking(DELAYING_BLOCKS * self._block_tokens)
 
     def step(self, posted: Posted) -> None:
         """Run a chunk with the version that all ranks posted. Collective; raises as `Runner.run`."""
         if self._posted is None or self._posted.loaded is not posted.loaded:
             self._begin(posted)
-        batch = self._plan()
+        batch, begun_s = self._plan(), self._clock()
         self._runner.fill_cache(posted.loaded.model, batch, self._agreed_tokens)
+        self._pace(batch.num_tokens, self._clock() - begun_s)
         self._commit(batch)
         self._steps_left = max(0, self._steps_left - 1)
 
@@ -97,17 +110,21 @@ class Preparation:
         self._posted = posted
         posted.loaded.model.join(self._model)
         self._twin.use_weights(posted.version.digest, posted.version.number)
-        num_tokens = sum(self._num_missing(each) for each in self._unprepared())
-        self._steps_left = _FEWEST_STEPS + 2 * -(-num_tokens // self._chunk_tokens)
+        num_tokens = sum(self._num_missing(each) for each in self._lacking(self._block_tokens))
+        self._steps_left = most_steps(num_tokens)
 
-    def _unprepared(self) -> list[Sequence]:
-        """Return the open requests that lack blocks, most tokens first."""
+    def _pace(self, num_tokens: int, seconds: float) -> None:
+        """Choose the next chunk's tokens by the last one's duration. Other ranks' chunks count in it."""
+        if num_tokens >= LEAST_CHUNK:
+            fitting = int(num_tokens * CHUNK_S / max(seconds, 1e-9))
+            self._chunk_tokens = min(MOST_CHUNK, max(LEAST_CHUNK, fitting))
+
+    def _lacking(self, num_tokens: int) -> list[Sequence]:
+        """Return the open requests that lack at least this many prepared tokens, most first."""
         lacking = [
             each
             for each in self._scheduler.begun
-            if self._num_missing(each) >= self._missing_tokens
-            and each not in self._left_out
-            and _can_prepare(each)
+            if self._num_missing(each) >= num_tokens and each not in self._left_out and _can_prepare(each)
         ]
         return sorted(lacking, key=self._num_missing, reverse=True)
 
@@ -143,7 +160,7 @@ class Preparation:
         num_promised = sum(
             pool.blocks_for(len(each.token_ids)) - len(each.block_ids) for each in self._copies.values()
         )
-        for original in self._unprepared():
+        for original in self._lacking(self._block_tokens):
             if num_tokens >= self._chunk_tokens:
                 return
             if original in self._copies:

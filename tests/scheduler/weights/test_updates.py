@@ -115,6 +115,38 @@ def test_a_version_that_was_not_staged_is_loaded_when_it_must_serve() -> None:
     assert rank.updates.number_to_post() == 4 and rank.states == [(4, WeightState.STAGED)]
 
 
+def test_a_posted_version_is_not_freed_before_another_is_posted() -> None:
+    rank = Rank()
+    rank.serve(1)
+    rank.rest()
+    assert rank.updates.number_to_post() == 1
+    posted = rank.updates.posted
+    assert (posted.version.number, posted.loaded.model.number) == (1, 1)
+    rank.serve(2)
+    rank.rest()
+    assert rank.freed == [] and rank.updates.posted is posted, "a step may run its model"
+    assert rank.updates.number_to_post() == 2
+    rank.rest()
+    assert rank.freed == [1] and rank.updates.posted.version.number == 2
+    rank.updates.switch(2, step=7)
+    rank.rest()
+    assert rank.freed == [1, -2]
+    assert rank.updates.number_to_post() == 2
+    with pytest.raises(AssertionError, match="the serving version was posted"):
+        _ = rank.updates.posted
+
+
+def test_a_posted_version_is_freed_when_an_epoch_serves_another() -> None:
+    rank = Rank()
+    rank.serve(1)
+    rank.rest()
+    rank.updates.number_to_post()
+    rank.serve(2)
+    assert rank.updates.settle(2) == [[0, 1]]
+    rank.rest()
+    assert sorted(rank.freed) == [-2, 1]
+
+
 def test_a_dropped_version_is_freed_and_one_that_must_serve_is_not_dropped() -> None:
     rank = Rank()
     rank.stage(1)

@@ -76,6 +76,7 @@ class Run:
         self.built = make(directory, **{"max_model_len": LENGTH, **how})
         self.reports: list[WeightReport] = []
         self.outputs: list[RequestOutput] = []
+        self.stats: list[RankStats] = []
         self.on_output: Callable[[RequestOutput], None] = lambda _output: None
         self.installed_after: list[dict[str, list[int]]] = []  # tokens of all requests at each switch
         weights = self.built.engine.weights
@@ -99,8 +100,9 @@ class Run:
         return act
 
     def through(self, *acts: Callable[[], None]) -> "Run":
-        def on_step(outputs: list[RequestOutput], _stats: RankStats) -> None:
+        def on_step(outputs: list[RequestOutput], stats: RankStats) -> None:
             self.outputs += outputs
+            self.stats.append(stats)
             for output in outputs:
                 self.on_output(output)
 
