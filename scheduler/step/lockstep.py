@@ -306,6 +306,11 @@ class LockStep:
             [header.prefill_budget for header in headers],
             has_decodes=any(header.num_decodes for header in headers),
         )
+        weights = agree_on_weights(headers, decision)
+        if weights.switch_to is not None:
+            # No request decodes in this step: all start again from their prompts, which no header has announced.
+            tokens = tokens if self._mode is DispatchMode.LOW_LATENCY else 0
+            has_prefill, budget = True, None
         depth = max(header.draft_depth for header in headers)
         assert self._own is not None, "a rank posts its header before it reads the others'"
         others = [announced_prefill(header, budget) for header in headers]
@@ -313,7 +318,7 @@ class LockStep:
         cause = cause_of_waiting(self._own, headers, budget)
         return Agreement(
             decision, tokens, switch_to, has_prefill, budget, depth, max(others, default=0), cause,
-            agree_on_memory(headers, decision), *agree_on_weights(headers, decision),
+            agree_on_memory(headers, decision), *weights,
         )  # fmt: skip
 
     def interrupt(self, error: DispatchError) -> None:

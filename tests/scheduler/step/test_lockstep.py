@@ -246,6 +246,26 @@ def test_a_rank_alone_prepares_before_it_switches() -> None:
     assert found == [(None, 1), (1, None)]
 
 
+@pytest.mark.parametrize(("mode", "room"), [(DispatchMode.AUTO, 0), (DispatchMode.LOW_LATENCY, 64)])
+def test_the_step_of_a_switch_has_room_for_prompts(mode: DispatchMode, room: int) -> None:
+    """Requests that decode start again from their prompts in this step."""
+    mailbox = open_mailbox("local", None, width=len(Header._fields))
+    lockstep = LockStep(mailbox, epoch=0, timeout_s=1.0, mode=mode, max_num_batched_tokens=64)
+    found = []
+    for word in (versions_word(0, 0), versions_word(0, 1)):
+        lockstep.post(
+            has_work=True,
+            is_stopping=False,
+            has_prefill=False,
+            num_decodes=3,
+            prefill_budget=16,
+            weights=word,
+        )
+        agreement = lockstep.agree()
+        found.append((agreement.agreed_tokens, agreement.has_prefill, agreement.prefill_budget))
+    assert found == [(room or 8, False, 16), (room, True, None)]
+
+
 def test_ranks_that_serve_different_weights_end_the_service() -> None:
     headers = [header()._replace(weights=versions_word(v, 4)) for v in (3, 4)]
     with pytest.raises(LockStepError, match=r"ranks serve versions \[3, 4\] of the weights"):

@@ -247,9 +247,9 @@ def test_requests_that_come_later_do_not_delay_the_switch_without_end() -> None:
     while not rank.preparation.is_complete:
         rank.preparation.step(new)
         chunks += 1
+        assert chunks <= most_steps(201)
         rank.scheduler.add(request(f"late {chunks}", prompt(chunks, 900), max_tokens=8))
         rank.step()
-    assert chunks <= most_steps(201)
 
 
 def test_a_prepared_rank_continues_while_others_prepare() -> None:

@@ -99,6 +99,8 @@ NGRAM = parse_speculative_config(
         pytest.param("qwen3_moe", {"dispatch_mode": DispatchMode.LOW_LATENCY}, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", {"kv_offloading_bytes": 64 << 20}, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", {"kv_cache_dtype": "int8"}, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", {"enable_lora": True, "max_loras": 2}, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", {"threads": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_prepared_requests_continue_with_the_same_tokens(
