@@ -68,7 +68,7 @@ class WeightVersions(NamedTuple):
     """Versions of the weights in a header."""
 
     serving: int
-    ready: int  # the rank could switch to it; the serving one if there is no other
+    ready: int  # the rank could switch to it; otherwise the serving one
     is_prepared: bool  # open requests of the rank have their prefixes of the ready version
 
 

@@ -31,6 +31,8 @@ from scheduler.weights.updates import Posted
 
 CHUNK_S = 0.15  # target duration of a chunk, which all streams wait for
 LEAST_CHUNK, MOST_CHUNK = 32, 128  # tokens
+# A chunk has at least this many tokens per running request, each of which generates one meanwhile.
+TOKENS_PER_REQUEST = 4
 # A request with one unprepared block is prepared further, but only one with more of them delays the switch.
 DELAYING_BLOCKS = 2
 _FEWEST_STEPS = 8
@@ -117,7 +119,8 @@ class Preparation:
         """Choose the next chunk's tokens by the last one's duration. Other ranks' chunks count in it."""
         if num_tokens >= LEAST_CHUNK:
             fitting = int(num_tokens * CHUNK_S / max(seconds, 1e-9))
-            self._chunk_tokens = min(MOST_CHUNK, max(LEAST_CHUNK, fitting))
+            least = max(LEAST_CHUNK, TOKENS_PER_REQUEST * len(self._scheduler.running))
+            self._chunk_tokens = min(MOST_CHUNK, max(least, fitting))
 
     def _lacking(self, num_tokens: int) -> list[Sequence]:
         """Return the open requests that lack at least this many prepared tokens, most first."""

@@ -11,7 +11,14 @@ from kvcache.states import StatePool
 from scheduler.policy.batch import StepBatch
 from scheduler.policy.request import Request
 from scheduler.policy.scheduler import Scheduler
-from scheduler.weights.preparation import CHUNK_S, LEAST_CHUNK, MOST_CHUNK, Preparation, most_steps
+from scheduler.weights.preparation import (
+    CHUNK_S,
+    LEAST_CHUNK,
+    MOST_CHUNK,
+    TOKENS_PER_REQUEST,
+    Preparation,
+    most_steps,
+)
 from scheduler.weights.updates import Loaded, Posted
 from scheduler.weights.versions import WeightDigests, WeightVersion
 from tests.support.engines.serving import request
@@ -132,6 +139,16 @@ def test_a_chunk_takes_the_time_of_its_target() -> None:
         rank.preparation.step(new)
         rank.preparation.step(new)
         assert rank.chunks[-1].num_tokens == num_tokens
+
+
+def test_many_streams_make_chunks_larger_than_what_they_generate() -> None:
+    rank, new = Rank(), posted()
+    rank.add(*wanted(*[100] * 8))
+    rank.token_s = 9.0
+    rank.preparation.step(new)
+    rank.preparation.step(new)
+    assert rank.chunks[-1].num_tokens == 8 * TOKENS_PER_REQUEST
+    assert rank.prepare(new) < 40
 
 
 def test_without_open_requests_a_rank_is_prepared_and_runs_empty_chunks() -> None:
