@@ -5,8 +5,9 @@ and again, alternating between two versions. A stream's pause is its longest gap
 its gaps before are those of ordinary steps. Answers after each update are compared with those of the same version before.
 
 Expected bound: ranks load next to the steps, so a step's gap grows by the share of the cores that loading takes. The switch itself
-exchanges references; on a GPU it copies the weights within the GPU's memory. Then every stream computes its tokens again: streams
-times their tokens over the rate of prompts. Target: a pause of 0.5 s for 2 GB.
+exchanges references; on a GPU it copies the weights within the GPU's memory. Every stream computes its tokens again: streams
+times their tokens over the rate of prompts. On a CPU most of this comes before the switch, in chunks between steps, and counts in the
+switch's time. Target: a pause of 0.5 s for 2 GB.
 
 Run: `python -m benchmarks.weights.updates [--device cpu] [--ranks 2] [--gigabytes 2] [--streams 8] [--prompt-tokens 64]
 [--tokens 4000] [--rounds 3] [--save]`.
