@@ -57,12 +57,13 @@ _WITH_IMAGE_EXPERTS = "ernie4_5_vl_moe"
 
 
 def image_support_of(
-    directory: Path, special_ids: Mapping[str, int] | None = None, *, device: str = "cpu"
+    directory: Path, special_ids: Mapping[str, int] | None = None, *, has_image_experts: bool = True
 ) -> ImageSupport:
-    """Read whether a model directory's images can be served on a device.
+    """Read whether a model directory's images can be served.
 
     Args:
         special_ids: Special tokens of the model's tokenizer.
+        has_image_experts: Whether ranks read experts for images (`preflight.memory.has_image_experts`).
     """
     path = directory / "config.json"
     try:
@@ -71,7 +72,7 @@ def image_support_of(
         return ImageSupport(_NO_TOKENS, f"{path} cannot be read")
     if not isinstance(config, dict):
         return ImageSupport(_NO_TOKENS, "config.json is not an object")
-    if reason := _why_not(config, directory, device):
+    if reason := _why_not(config, directory, has_image_experts):
         return ImageSupport(_NO_TOKENS, reason)
     default = _DEFAULT_TOKENS.get(config["model_type"])
     token_id = next((config[name] for name in _TOKEN_NAMES if name in config), default)
@@ -92,14 +93,14 @@ def image_support_of(
     return ImageSupport(ImageTokens(shown, token_id, **around), stays_whole=stays_whole)
 
 
-def _why_not(config: Mapping[str, Any], directory: Path, device: str) -> str:
+def _why_not(config: Mapping[str, Any], directory: Path, has_image_experts: bool) -> str:
     model_type = str(config.get("model_type"))
     if not isinstance(config.get("vision_config"), dict):
         return "it has no image tower"
     if model_type not in IMAGE_TYPES:
         return f"images for models of type {model_type} are not supported"
-    if device != "cpu" and model_type == _WITH_IMAGE_EXPERTS:
-        return f"images for models of type {model_type} are supported with --device cpu only"
+    if not has_image_experts and model_type == _WITH_IMAGE_EXPERTS:
+        return f"images for models of type {model_type} are not supported with --enable-torch-compile"
     if not any((directory / name).is_file() for name in PROCESSOR_FILES):
         return f"its directory has no {PROCESSOR_FILES[0]}"
     if importlib.util.find_spec("PIL") is None:

@@ -3,7 +3,7 @@
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from server.front.tokenizer import TemplateFacts, Tokenizer
 from server.http.exchanges import seeds_from
 from server.link.ranks import Ranks
 from server.options.table import PRIORITY, Options
+from server.serve.preflight.memory import has_image_experts
 
 _LOG = logging.getLogger("wideep.front")
 # The same fields of generation_config.json that vLLM uses as defaults.
@@ -32,9 +33,7 @@ def served_model(
     options: Options, tokenizer: Tokenizer, ranks: Ranks, adapters: KnownAdapters, read_file: ReadFile
 ) -> ServedModel:
     warn_of_unknown_calls(options, tokenizer.template)
-    support = image_support_of(Path(options.model), tokenizer.special_ids, device=options.device)
-    if options.images.why_off:
-        support = support._replace(why_not=options.images.why_off)
+    support = image_support(options, tokenizer.special_ids)
     return ServedModel(
         names=options.served_model_names,
         adapters=adapters,
@@ -54,6 +53,12 @@ def served_model(
             tokenizer.template.text, tools=options.tool_call_parser, reasoning=options.reasoning_parser
         ),
     )
+
+
+def image_support(options: Options, special_ids: Mapping[str, int]) -> ImageSupport:
+    """Return how the ranks of a service take images, or why they or the operator refuse them."""
+    support = image_support_of(Path(options.model), special_ids, has_image_experts=has_image_experts(options))
+    return support._replace(why_not=options.images.why_off or support.why_not)
 
 
 def _image_input(options: Options, support: ImageSupport, ranks: Ranks, read_file: ReadFile) -> ImageInput:
