@@ -150,6 +150,7 @@ async def encode_images(
         raise
     for part, file in zip(parts, files, strict=True):
         _check_rows(file.num_rows, taken.most_rows(), part.where)
+    _check_bytes(parts, files, taken.most_bytes())
     ids: list[int] = []
     ranges: list[Image] = []
     waiting = iter(files)
@@ -170,6 +171,21 @@ def _check_rows(num_rows: int, most: int, where: str) -> None:
             "image, or raise --max-num-batched-tokens.",
             where,
         )
+
+
+def _check_bytes(parts: Sequence[ImagePart], files: Sequence[EncodedImage], most: int) -> None:
+    """Refuse images that do not fit into one request together. The rows of equal images count once."""
+    if not most:
+        return
+    bytes_of: dict[str, int] = {}
+    for part, file in zip(parts, files, strict=True):
+        bytes_of[file.digest] = file.num_bytes
+        if (num_bytes := sum(bytes_of.values())) > most:
+            raise bad_request(
+                f"{part.where}: with this image, the encoded images of the request have {num_bytes} bytes. Ranks on another host than "
+                f"the front take at most {most}. Send fewer or smaller images.",
+                part.where,
+            )
 
 
 async def _encoded(part: ImagePart, taken: ImageInput) -> EncodedImage:

@@ -29,7 +29,6 @@ import numpy as np
 
 from expert_placement.files import from_json, to_json
 from expert_placement.placement import Placement
-from kvcache.images import ImageRowsError, read_rows, without_copies
 from kvcache.tiers.jobs import PeerAddress
 from scheduler.epochs.heartbeat import Heartbeat
 from scheduler.epochs.orders import Order
@@ -49,8 +48,6 @@ from server.options.pools import Pool, Role
 
 SERVICE, METHOD = "wideep.Front", "Attach"  # gRPC names of the one stream that a rank keeps open
 TOKEN_KEY, DEFINITION_KEY = "authorization", "wideep-messages"  # metadata of that stream
-
-MOST_ROW_BYTES = 160 << 20  # of the images of one message; base64 makes them a third longer
 
 OPTIONS: tuple[tuple[str, int], ...] = (  # gRPC options of both ends
     ("grpc.max_receive_message_length", 256 << 20),  # bytes; a prompt of a million tokens takes about 7 MB
@@ -254,6 +251,15 @@ class Welcome(NamedTuple):
     """The front has accepted a rank. A refusal ends the stream with a status instead."""
 
 
+class RowsPart(NamedTuple):
+    """A part of an image's rows, for a rank that cannot open their file. The parts of all images come before their request."""
+
+    digest: str  # of the image
+    shape: list[int]  # of all its rows: [L, N, D] float32
+    start: int  # the part's first byte
+    content: np.ndarray  # uint8
+
+
 class Submit(NamedTuple):
     """A request to serve. Its times are on the sender's clock; `request_at` converts them to the receiver's."""
 
@@ -263,23 +269,8 @@ class Submit(NamedTuple):
     timeout_s: float | None  # None without a deadline
 
     @classmethod
-    def of(cls, request: Request, now_s: float, *, with_rows: bool = True) -> "Submit":
-        """Return the message for a request that is sent at `now_s`, time.monotonic() of the sender.
-
-        Args:
-            with_rows: Whether the message contains the rows of images, for a receiver that cannot open their files.
-
-        Raises:
-            ImageRowsError: A file cannot be read, or the message would be too large.
-        """
-        if request.images and with_rows:
-            request = dataclasses.replace(request, images=without_copies(read_rows(request.images)))
-            num_bytes = sum(image.rows.nbytes for image in request.images if image.rows is not None)
-            if num_bytes > MOST_ROW_BYTES:
-                raise ImageRowsError(
-                    f"the rows of the images take {num_bytes >> 20} MiB, and a rank of another host takes at most "
-                    f"{MOST_ROW_BYTES >> 20} MiB"
-                )
+    def of(cls, request: Request, now_s: float) -> "Submit":
+        """Return the message for a request that is sent at `now_s`, time.monotonic() of the sender."""
         timeout_s = None if request.deadline_s is None else request.deadline_s - now_s
         prompt, replayed = (np.array(ids, np.uint32) for ids in (request.prompt_ids, request.replayed_ids))
         return cls(dataclasses.replace(request, prompt_ids=(), replayed_ids=()), prompt, replayed, timeout_s)
@@ -338,9 +329,10 @@ ToRank = (
     Submit | Expect | Abort | Withdraw | Stop | Prepare | ReadExperts | DropPlacement | Order | ForgetPrefixes | MemoryOrder
     | WeightOrder | AdapterOrder
 )  # fmt: skip
-# These begin and end a stream; its two ends handle them.
+# These begin and end a stream, or travel before another message. Its two ends handle them.
 _OfStream = (
     RankFacts | Claim | Claimed | ReturnOf | ReturnTo | Welcome | Goodbye | Follow | FilePart | FileGone | Copied | ServiceEnds
+    | RowsPart
 )  # fmt: skip
 _KINDS = typing.get_args(FromRank | ToRank | _OfStream)
 _MESSAGES: dict[str, type] = {each.__name__: each for each in _KINDS}

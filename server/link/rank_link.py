@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import grpc
 
 from scheduler.epochs.orders import by_rank
+from server.link.image_rows import ArrivingRows
 from server.link.messages import (
     DEFINITION,
     DEFINITION_KEY,
@@ -32,8 +33,10 @@ from server.link.messages import (
     RankFacts,
     ReturnOf,
     ReturnTo,
+    RowsPart,
     StepOutput,
     Stop,
+    Submit,
     ToRank,
     Welcome,
     bearer,
@@ -109,6 +112,7 @@ class RankLink:
         self._welcome = threading.Event()
         self._channel: grpc.Channel | None = None
         self._reader: threading.Thread | None = None
+        self._rows = ArrivingRows()
 
     def open(self, timeout_s: float) -> None:
         """Connect, introduce this rank and wait until the front has accepted it.
@@ -210,12 +214,17 @@ class RankLink:
         self._channel.close()  # before the receiver opens the next one
         self._lose(reason, is_broken=is_broken)
 
-    def _take(self, message: ToRank | Welcome) -> None:
+    def _take(self, message: ToRank | Welcome | RowsPart) -> None:
         if isinstance(message, Welcome):
             self._is_taken = True
             self.on_welcome()
             self._welcome.set()
             return
+        if isinstance(message, RowsPart):
+            self._rows.add(message)
+            return
+        if isinstance(message, Submit):
+            message = self._rows.placed(message)
         if isinstance(message, Stop):
             self._end_expected = True
         self._receive(to_pool(message, self._pool))

@@ -21,6 +21,7 @@ import grpc.aio
 from scheduler.epochs.heartbeat import Heartbeat
 from scheduler.epochs.orders import Order
 from scheduler.policy.request import ForgetPrefixes, RankStats, Request
+from server.link.image_rows import row_parts
 from server.link.messages import (
     DEFINITION,
     DEFINITION_KEY,
@@ -37,6 +38,7 @@ from server.link.messages import (
     RankFacts,
     ReturnOf,
     ReturnTo,
+    RowsPart,
     StepOutput,
     Stop,
     Submit,
@@ -118,6 +120,10 @@ class AttachedRank:
         """Let `write` return after the present message."""
         self._ends_writes = True
         self._posted.set()
+
+
+def _is_far(stream: AttachedRank) -> bool:
+    return stream.facts.host != socket.gethostname()
 
 
 class StandbyStream:
@@ -233,13 +239,25 @@ class Ranks:
         await self._server.stop(0)
 
     def submit(self, rank: int, request: Request, *, now_s: float) -> None:
-        """Send a request to a rank. A rank of this host reads the rows of images from their files."""
-        is_near = bool(request.images) and self.attached[rank].facts.host == socket.gethostname()
-        self._post(rank, Submit.of(request, now_s, with_rows=not is_near))
+        """Send a request to a rank. A rank of this host reads the rows of images from their files.
+
+        Raises:
+            ImageRowsError: The rows cannot be sent to a rank of another host.
+        """
+        stream = self.attached[rank]
+        if request.images and _is_far(stream):
+            for part in row_parts(request):
+                self.post(rank, part)
+        self.post(rank, Submit.of(request, now_s))
 
     def expect(self, rank: int, request: Request, *, now_s: float) -> None:
         """Announce a request that another rank of the same host will hand over to this one. Its blocks need no rows of images."""
-        self.post(rank, Expect(request.request_id, Submit.of(request, now_s, with_rows=False)))
+        self.post(rank, Expect(request.request_id, Submit.of(request, now_s)))
+
+    @property
+    def has_far(self) -> bool:
+        """Whether a rank of another host is attached, which cannot open files of this one."""
+        return any(map(_is_far, self.attached.values()))
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -252,7 +270,7 @@ class Ranks:
         # Later ranks with these numbers are other ones.
         self.given_up = {rank: num for rank, num in self.given_up.items() if rank < min(self._sizes)}
 
-    def post(self, rank: int, message: ToRank) -> None:
+    def post(self, rank: int, message: ToRank | RowsPart) -> None:
         """Send a message to a rank, unless it is gone."""
         if rank in self.attached:
             self._post(rank, message)

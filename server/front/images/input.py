@@ -17,6 +17,7 @@ class ImageInput(NamedTuple):
     sources: ImageSources
     encoder: Encoder
     most_rows: Callable[[], int]  # of an image; 0 sets no limit
+    most_bytes: Callable[[], int]  # of the rows of a request; 0 sets no limit
     read_file: ReadFile  # takes a file's id and the field that names it, for errors
 
     async def close(self) -> None:

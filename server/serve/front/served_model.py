@@ -17,6 +17,7 @@ from server.front.images.sources import ImageSources
 from server.front.structure.structure_checks import StructureChecks
 from server.front.tokenizer import TemplateFacts, Tokenizer
 from server.http.exchanges import seeds_from
+from server.link.image_rows import MOST_ROW_BYTES
 from server.link.ranks import Ranks
 from server.options.table import PRIORITY, Options
 from server.serve.preflight.memory import has_image_experts
@@ -68,8 +69,13 @@ def _image_input(options: Options, support: ImageSupport, ranks: Ranks, read_fil
         steps = [stream.facts.max_num_batched_tokens for stream in ranks.attached.values()]
         return min(steps, default=0) if support.stays_whole else 0
 
+    def most_bytes() -> int:
+        return MOST_ROW_BYTES if ranks.has_far else 0
+
     encoder = Encoder(options.model, most_pixels=images.most_pixels, cache_bytes=images.cache_bytes)
-    return ImageInput(support.tokens, images.most_images, ImageSources(images), encoder, most_rows, read_file)
+    return ImageInput(
+        support.tokens, images.most_images, ImageSources(images), encoder, most_rows, most_bytes, read_file
+    )
 
 
 def _max_len(options: Options, tokenizer: Tokenizer, ranks: Ranks) -> Callable[[], int]:

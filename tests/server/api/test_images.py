@@ -44,13 +44,13 @@ class Rows:
 
     async def encode(self, content: bytes, _where: str) -> EncodedImage:
         times = dict.fromkeys(("decode_s", "process_s", "tower_s"), 0.0)
-        size = {"num_rows": len(content), "num_bytes": 0, "height": 1, "width": len(content)}
+        size = {"num_rows": len(content), "num_bytes": 8 * len(content), "height": 1, "width": len(content)}
         size |= {"part": 0, "columns": 1}
         return EncodedImage(os.memfd_create("rows"), content.hex(), {**size, **times})
 
 
 def seen(
-    prompt_ids: Sequence[int], urls: Sequence[str], most: int = 4, *, most_rows: int = 0
+    prompt_ids: Sequence[int], urls: Sequence[str], most: int = 4, *, most_rows: int = 0, most_bytes: int = 0
 ) -> tuple[list[int], PromptImages]:
     """See images at these URLs."""
     parts = [ImagePart(f"messages.0.content.{number}", url) for number, url in enumerate(urls)]
@@ -58,7 +58,9 @@ def seen(
     async def read_file(file_id: str, _where: str) -> bytes:
         return file_id.encode()
 
-    taken = ImageInput(ImageTokens(MARK, MARK), most, Sources(), Rows(), lambda: most_rows, read_file)  # type: ignore[arg-type]
+    tokens, sources, encoder = ImageTokens(MARK, MARK), Sources(), Rows()
+    limits = most, sources, encoder, lambda: most_rows, lambda: most_bytes
+    taken = ImageInput(tokens, *limits, read_file)  # type: ignore[arg-type]
     return asyncio.run(encode_images(prompt_ids, parts, taken))
 
 
@@ -75,6 +77,16 @@ def test_an_image_that_one_step_cannot_run_is_refused_if_it_must_stay_whole() ->
     with pytest.raises(ApiError, match=r"the image has 4 tokens.*a step has at most 3") as caught:
         seen([MARK, MARK], ["ab", "abcd"], most_rows=3)
     assert caught.value.status == 400 and caught.value.param == "messages.0.content.1"
+
+
+def test_images_with_rows_that_no_far_rank_takes_are_refused_at_the_first_that_does_not_fit() -> None:
+    urls = ["abc", "abc", "de", "f"]
+    assert len(seen([MARK] * 4, urls, most_bytes=48)[0]) == 9, "equal images count once"
+    with pytest.raises(
+        ApiError, match=r"have 40 bytes.* on another host than the front take at most 39"
+    ) as caught:
+        seen([MARK] * 4, urls, most_bytes=39)
+    assert caught.value.status == 400 and caught.value.param == "messages.0.content.2"
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import os
 from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 
 from expert_placement.load import LoadFigures
 from expert_placement.placement import linear_placement
-from kvcache.images import Image, read_rows, write_rows
+from kvcache.images import Image
 from kvcache.tiers.figures import TierFigures
 from scheduler.epochs.orders import Order
 from scheduler.moves.reports import Cause, ExpertMap, LoadReport, MoveState, PlacementReport
@@ -56,7 +55,6 @@ from server.link.messages import (
     Regrouped,
     StepOutput,
     Stop,
-    Submit,
     Welcome,
     decode,
     encode,
@@ -174,29 +172,6 @@ def test_placements_keep_their_digest_and_version() -> None:
     for back in (decode(encode(each)) for each in sent):
         assert (back.placement.digest(), back.placement.version) == (PLACEMENT.digest(), 9)
     assert decode(encode(sent[2]))[:2] == (4, (0, 2))
-
-
-@pytest.mark.parametrize("with_rows", [False, True])
-def test_images_travel_as_a_path_on_one_host_and_as_rows_to_another(with_rows: bool) -> None:
-    rows, digest = np.random.default_rng(0).standard_normal((2, 3, 4)).astype(np.float32), "ab" * 32
-    descriptor = os.memfd_create("rows")
-    path = f"/proc/{os.getpid()}/fd/{descriptor}"
-    write_rows(path, digest, rows)
-    image = Image(digest, 1, 3, height=1, width=3, path=path)
-    request = Request(
-        request_id="r", prompt_ids=(5, 9, 9, 9, 6), params=SamplingParams(max_tokens=1), arrival_s=0.0, images=(image,)
-    )  # fmt: skip
-    content = encode(Submit.of(request, 0.0, with_rows=with_rows))
-    if with_rows:
-        os.close(descriptor)
-    back = decode(content).request_at(0.0)
-    [arrived] = back.images
-    assert arrived._replace(rows=None) == image and (arrived.rows is not None) == with_rows
-    [read] = read_rows(back.images, 4)
-    np.testing.assert_array_equal(read.rows, rows, strict=True)
-    assert back.key_ids == request.key_ids and back.prompt_ids == request.prompt_ids
-    if not with_rows:
-        os.close(descriptor)
 
 
 def test_an_expected_request_carries_no_rows_of_images() -> None:

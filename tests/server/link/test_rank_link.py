@@ -4,6 +4,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import gc
+import hashlib
 import itertools
 import re
 import socket
@@ -11,14 +12,17 @@ import threading
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from dataclasses import replace
+from pathlib import Path
 from queue import Queue
 from typing import Any, NamedTuple
 from unittest.mock import AsyncMock, Mock
 
 import grpc
+import numpy as np
 import pytest
 
 from expert_placement.placement import linear_placement
+from kvcache.images import Image, ImageRowsError, read_rows, write_rows
 from scheduler.epochs.heartbeat import Heartbeat
 from scheduler.epochs.orders import Order
 from scheduler.moves.reports import ExpertMap, MoveState, PlacementReport
@@ -33,6 +37,7 @@ from scheduler.policy.request import (
     TokenBias,
 )
 from server.link import messages, rank_link
+from server.link.image_rows import row_parts
 from server.link.messages import (
     METHOD,
     SERVICE,
@@ -180,6 +185,61 @@ def test_a_request_reaches_the_rank_unchanged_and_its_output_comes_back(front: F
     link.send(StepOutput([output], STATS))
     assert front.events.get(timeout=30) == (0, StepOutput([output], STATS))
     assert front.ranks.attached[0].stats == STATS
+
+
+def image_request(path: Path, rows: np.ndarray) -> Request:
+    """Return a request that shows two images, the first one twice. Their rows are in files of a folder."""
+    images = []
+    for place, name in enumerate(("a", "b", "a")):
+        digest = hashlib.sha256(name.encode()).hexdigest()
+        (path / name).touch()
+        write_rows(f"{path / name}", digest, rows if name == "a" else -rows)
+        images.append(Image(digest, 1 + 3 * place, 3, height=1, width=3, path=f"{path / name}"))
+    return replace(REQUEST, prompt_ids=(5, *[9] * 9), replayed_ids=(), images=tuple(images))
+
+
+ROWS = np.random.default_rng(0).standard_normal((2, 3, 7)).astype(np.float32)  # 168 bytes
+
+
+def test_a_rank_of_another_host_gets_rows_of_images_in_parts(
+    front: FrontEnd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.link.image_rows._PART_BYTES", 50)
+    _, heard = front.attach()
+    request = image_request(tmp_path, ROWS)
+    assert [part.start for part in row_parts(request)] == [0, 50, 100, 150] * 2, "equal images go once"
+    for each in (request, replace(REQUEST, replayed_ids=())):
+        front.say(front.ranks.submit, 0, each, now_s=0.0)
+    got = [heard.get(timeout=30) for _ in range(2)]
+    (tmp_path / "a").unlink()
+    first, second = (each.request_at(0.0) for each in got if isinstance(each, Submit))
+    assert [image._replace(rows=None) for image in first.images] == list(request.images)
+    for image, sign in zip(read_rows(first.images, 7), (1, -1, 1), strict=True):
+        np.testing.assert_array_equal(image.rows, sign * ROWS, strict=True)
+    assert first.key_ids == request.key_ids and not second.images
+
+
+def test_a_rank_of_the_fronts_host_gets_paths_of_images(front: FrontEnd, tmp_path: Path) -> None:
+    _, heard = front.attach(replace(FACTS, host=socket.gethostname()))
+    assert not front.ranks.has_far
+    request = image_request(tmp_path, ROWS)
+    front.say(front.ranks.submit, 0, request, now_s=0.0)
+    submit = heard.get(timeout=30)
+    assert isinstance(submit, Submit) and submit.request.images == request.images
+    front.attach(replace(FACTS, rank=1))
+    assert front.ranks.has_far
+
+
+def test_rows_of_images_above_the_limit_are_not_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = image_request(tmp_path, ROWS)
+    monkeypatch.setattr("server.link.image_rows.MOST_ROW_BYTES", 2 * ROWS.nbytes)
+    assert len([*row_parts(request)]) == 2
+    monkeypatch.setattr("server.link.image_rows.MOST_ROW_BYTES", 2 * ROWS.nbytes - 1)
+    with pytest.raises(ImageRowsError, match="have 336 bytes, and a rank of another host takes at most 335"):
+        next(row_parts(request))
+    (tmp_path / "b").unlink()
+    with pytest.raises(ImageRowsError, match="cannot be read"):
+        next(row_parts(request))
 
 
 def test_an_order_reaches_its_members_unchanged_and_their_answers_come_back_in_order(front: FrontEnd) -> None:
