@@ -2,7 +2,9 @@
 
 `transformers` builds the whole model on the meta device. Its decoder and output projection are removed, the rest is loaded, and
 the family's own `get_image_features` runs. So a rank never reads the tower, and the process with the tower never reads the
-decoder. The tower computes in float32, one image at a time, so that an image's rows do not depend on other images.
+decoder. The tower computes one image at a time, so that an image's rows do not depend on other images. On a CPU it computes in
+float32. On a GPU it computes in bfloat16 if the checkpoint stores all its matrices so, which is the type of its training, otherwise
+in float32: other types may overflow.
 Rejected: building the family's tower class alone. Projectors between tower and decoder belong to other classes, and the names
 of the parts differ between families.
 
@@ -11,6 +13,7 @@ Legend: L layers that take rows, N rows, D hidden size, C tiles.
 
 import inspect
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,8 +46,12 @@ class ImageFeatures(NamedTuple):
 class Tower:
     """A loaded image tower."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, device: str = "cpu", *, dtype: torch.dtype | None = None) -> None:
         """Build the tower and load its weights.
+
+        Args:
+            device: cpu, cuda or cuda:N.
+            dtype: Type of the weights and the computation. None chooses it by the device and the checkpoint.
 
         Raises:
             UnsupportedModelError: The model has no image tower, or its structure is not supported.
@@ -55,9 +62,14 @@ class Tower:
         checkpoint = Checkpoint(directory)
         stored = StoredTensors(checkpoint, quantisation_of(directory, config))
         plan = LoadPlan(model, stored, {})
+        self.device = torch.device(device)
+        is_bfloat16 = self.device.type != "cpu" and _is_bfloat16(checkpoint, plan)
+        self.dtype = dtype or (torch.bfloat16 if is_bfloat16 else torch.float32)
+        keep = partial(_keep, device=self.device, dtype=self.dtype)
         with torch.no_grad():
-            Loader(model, stored, plan, "float32").load_plain(_keep, lambda _stage, _done, _total: None)
+            Loader(model, stored, plan, "auto").load_plain(keep, lambda _stage, _done, _total: None)
             restore_buffers(model)
+            _move_buffers(model, self.device)
         checkpoint.release_memory()
         self._joining: Any = _joining(model)
         self._accepted = frozenset(inspect.signature(self._joining.get_image_features).parameters)
@@ -75,13 +87,13 @@ class Tower:
         Args:
             inputs: Tensors of one image from the model's image processor, such as pixel_values and image_grid_thw.
         """
-        taken = {name: value for name, value in inputs.items() if name in self._accepted}
+        taken = {name: self._placed(value) for name, value in inputs.items() if name in self._accepted}
         output: Any = self._joining.get_image_features(**taken)
         if self.has_tiles:
             return self._of_tiles(output.last_hidden_state, inputs["aspect_ratios"])
         [rows_ND] = output.pooler_output
         later = [rows for [rows] in getattr(output, "deepstack_features", None) or ()]
-        rows_LND = torch.stack([rows_ND, *later]).float()
+        rows_LND = torch.stack([rows_ND, *later]).float().cpu()
         if "image_sizes" in inputs:
             _, pixels = inputs["image_sizes"][0].tolist()
             return ImageFeatures(rows_LND, part=pixels // self.pixels_per_row)
@@ -90,10 +102,14 @@ class Tower:
         _, height, width = inputs["image_grid_thw"][0].tolist()
         return ImageFeatures(rows_LND, height // self._merge, width // self._merge)
 
+    def _placed(self, value: Tensor) -> Tensor:
+        """Return an input on the tower's device. Numbers of patches keep their type."""
+        return value.to(self.device, self.dtype if value.is_floating_point() else value.dtype)
+
     def _of_tiles(self, hidden_CND: Tensor, canvas: Tensor) -> ImageFeatures:
         """Project the rows of tiles. Llama 4 projects them in the whole model's forward, behind `get_image_features`."""
         rows_ND = self._joining.multi_modal_projector(hidden_CND.flatten(0, 1))
-        return ImageFeatures(rows_ND[None].float(), part=hidden_CND.shape[1], columns=int(canvas[0, 1]))
+        return ImageFeatures(rows_ND[None].float().cpu(), part=hidden_CND.shape[1], columns=int(canvas[0, 1]))
 
 
 def _merge_of(config: Any) -> int:
@@ -135,6 +151,24 @@ def _joining(model: PreTrainedModel) -> Any:
     return getattr(model, model.base_model_prefix, model)
 
 
-def _keep(_name: str, weight: Weight, _declared: Tensor) -> nn.Parameter:
+def _keep(
+    _name: str, weight: Weight, _declared: Tensor, *, device: torch.device, dtype: torch.dtype
+) -> nn.Parameter:
     plain = weight.dequantised() if isinstance(weight, QuantisedWeight) else weight
-    return nn.Parameter(plain.float(), requires_grad=False)
+    return nn.Parameter(plain.to(device, dtype), requires_grad=False)
+
+
+def _is_bfloat16(checkpoint: Checkpoint, plan: LoadPlan) -> bool:
+    """Return whether all matrices of the tower are stored in bfloat16."""
+    known = set(checkpoint.names())
+    names = [name for source in plan.plain.values() for name, _ in source.names]
+    matrices = [name for name in names if name not in known or len(checkpoint.shape(name)) > 1]
+    return all(name in known and checkpoint.dtype(name) == "BF16" for name in matrices)
+
+
+def _move_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Move values that no checkpoint contains. They stay in float32: rotary frequencies in bfloat16 would be wrong."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)

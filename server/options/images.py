@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from server.options.flag import (
 
 IMAGES = Group("images", "the front")
 MOST_IMAGES = 16
+PROCESSOR_SETTINGS = ("max_pixels", "min_pixels", "size", "max_soft_tokens", "max_patches")
 _FETCH_S = number(lambda seconds: 0 < seconds <= 600, "above 0 and at most 600 seconds")
 
 
@@ -66,6 +68,33 @@ def _most_images(name: str, given: Any) -> int:
     return int(counts.get("image", MOST_IMAGES))
 
 
+def _device(name: str, given: Any) -> str:
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", text(name, given)):
+        raise OptionsError(f"{name} is {given!r}; it must be cpu, cuda or cuda:N, such as cuda:1")
+    return str(given)
+
+
+def _processor_settings(name: str, given: Any) -> str:
+    """Read vLLM's JSON object. Return it as JSON."""
+    try:
+        settings = json.loads(given) if isinstance(given, str) else given
+    except ValueError:
+        settings = None
+    shown = f"{name} is {given!r}"
+    if not isinstance(settings, dict):
+        raise OptionsError(f"""{shown}; give a JSON object such as '{{"max_pixels": 1000000}}'""")
+    for key, value in settings.items():
+        if key not in PROCESSOR_SETTINGS:
+            raise OptionsError(f"{shown}; {key} cannot be set: use {', '.join(PROCESSOR_SETTINGS)}")
+        counts = [*value.values()] if key == "size" and isinstance(value, dict) else [value]
+        if not counts or not all(type(count) is int and count > 0 for count in counts):
+            wanted = "an object of whole numbers" if key == "size" else "a whole number"
+            raise OptionsError(f"{shown}; {key} must be {wanted} above 0")
+        if key == "size" and not isinstance(value, dict):
+            raise OptionsError(f"{shown}; size must be an object of whole numbers above 0")
+    return json.dumps(settings, sort_keys=True) if settings else ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ImageOptions:
     """Limits of images, and their allowed sources."""
@@ -99,12 +128,32 @@ class ImageOptions:
         IMAGES, "--image-fetch-timeout", read=_FETCH_S, metavar="SECONDS", default=5.0,
         help="time limit for fetching one image, redirects included",
     )  # fmt: skip
+    encoder_device: str = flag(
+        IMAGES, "--image-encoder-device", read=_device, metavar="DEVICE", default="cpu",
+        help="cpu, cuda or cuda:N: device of the image tower. On a GPU it computes in bfloat16 if the checkpoint stores it so, "
+        "otherwise in float32",
+    )  # fmt: skip
+    encoder_threads: int = flag(
+        IMAGES, "--image-encoder-threads", read=whole(1, 1024), metavar="N", default=1,
+        help="threads of a front's image encoder. They have a lower priority than ranks, but take their caches and memory "
+        "bandwidth",
+    )  # fmt: skip
+    processor_json: str = flag(
+        IMAGES, "--mm-processor-kwargs", read=_processor_settings, metavar="JSON", default="",
+        help="""settings of the image processor that limit the tokens of an image, such as '{"max_pixels": 1000000}'; the names """
+        f"depend on the model: {', '.join(PROCESSOR_SETTINGS)}",
+    )  # fmt: skip
     cache_bytes: int = flag(
         IMAGES, "--image-cache-size", "--mm-processor-cache-gb", read=size_in_gib, metavar="SIZE", default=1 << 30,
         default_text="1G",
         help="host memory for the encoded form of recent images, so that a repeated image is not encoded again; a plain number "
         "counts GiB, as in vLLM; 0 disables it",
     )  # fmt: skip
+
+    @property
+    def processor_settings(self) -> dict[str, Any]:
+        """Settings of the image processor that replace the checkpoint's."""
+        return dict(json.loads(self.processor_json)) if self.processor_json else {}
 
     @property
     def why_off(self) -> str:

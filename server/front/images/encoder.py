@@ -17,13 +17,15 @@ import os
 import signal
 import weakref
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from kvcache.images import Image
 from server.front.errors import ApiError, bad_request
 from server.front.helper_processes import kill_helper, start_helper
+from server.front.images.seeing import ImageTokens
 from server.machine.roots import WIDEEP_COMMAND
 
 ENCODER_COMMAND = (*WIDEEP_COMMAND, "image-encoder")
@@ -40,19 +42,20 @@ class _Unusable(Exception):  # noqa: N818 - not a fault
     """The process refused an image; the message gives the reason."""
 
 
-class ImageTokens(NamedTuple):
-    """Tokens of an image in a prompt.
+class _Failed(Exception):  # noqa: N818 - as above
+    """An image that may be good was not encoded; the message gives the reason, in a form that follows "the image"."""
 
-    An image has one part of consecutive rows, or several in lines. Some models mark their parts (Pixtral).
-    """
 
-    shown: int  # in a rendered prompt, once per image
-    row: int  # in a request, once per row
-    before: tuple[int, ...] = ()  # the image
-    after_part: tuple[int, ...] = ()  # after a part that another one of its line follows
-    after_line: tuple[int, ...] = ()  # after the last part of a line, except the last one of the image
-    before_last: tuple[int, ...] = ()  # before the last part of the image
-    after: tuple[int, ...] = ()  # the image
+class EncoderSettings(NamedTuple):
+    """Settings of the encoder process. Those that change rows are part of their meaning."""
+
+    directory: str  # the model's
+    most_pixels: int  # largest width times height of an image
+    device: str = "cpu"  # of the tower: cpu, cuda or cuda:N
+    threads: int = 1
+    processor: Mapping[str, Any] = MappingProxyType(
+        {}
+    )  # settings of the image processor that replace the checkpoint's
 
 
 class EncodedImage:
@@ -116,16 +119,14 @@ class Encoder:
     """Encodes images for one model."""
 
     def __init__(
-        self, directory: str, *, most_pixels: int, cache_bytes: int, command: Sequence[str] = ENCODER_COMMAND
+        self, settings: EncoderSettings, *, cache_bytes: int, command: Sequence[str] = ENCODER_COMMAND
     ) -> None:
         """The process starts with `start`, or with the first image.
 
         Args:
-            directory: The model's.
-            most_pixels: Largest width times height of an image.
             cache_bytes: Memory for the rows of recent images.
         """
-        self._settings = {"directory": directory, "most_pixels": most_pixels}
+        self._settings = settings
         self._cache_bytes, self._command = cache_bytes, command
         self.counts = EncoderCounts()
         self._cache: OrderedDict[str, EncodedImage] = OrderedDict()
@@ -189,6 +190,8 @@ class Encoder:
         except _Unusable as error:
             self.count(num_refused=1)
             raise bad_request(f"{where}: the image cannot be used: {error}.", where) from None
+        except _Failed as error:
+            raise ApiError(503, f"{where}: the image {error}.", param=where, headers=_RETRY) from None
         except asyncio.CancelledError:
             if underway.num_waiting == 1 and not underway.has_begun:
                 underway.task.cancel()  # frees the image's bytes, because `room` counts them no more
@@ -259,14 +262,19 @@ class Encoder:
                     line = await process.stdout.readline()
         except TimeoutError:
             await self._kill()
-            raise ApiError(503, f"The image was not encoded within {ENCODE_S:g} s.", headers=_RETRY) from None
+            raise _Failed(
+                f"was not encoded within {ENCODE_S:g} s. Send a smaller image; --mm-processor-kwargs, --image-encoder-threads and "
+                "--image-encoder-device help on the server"
+            ) from None
         except asyncio.CancelledError:  # the service ends; a later answer would be taken for another image's
             await self._kill()
             raise
         if not line:
             status = await process.wait()
             if status == -signal.SIGKILL:  # by the machine, if it is short of memory
-                raise ApiError(503, "The process that encodes images was killed. Try again.", headers=_RETRY)
+                raise _Failed(
+                    "was not encoded, because the process that encodes images was killed. Try again"
+                )
             raise _Unusable("decoding it ended the process that encodes images")
         answer: dict[str, Any] = json.loads(line)
         assert answer["number"] == number, "answers come in the order of images"
@@ -287,7 +295,7 @@ class Encoder:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(START_S):
                 with contextlib.suppress(OSError):  # its reason may be there although it ends
-                    process.stdin.write(json.dumps(self._settings).encode() + b"\n")
+                    process.stdin.write(json.dumps(self._settings._asdict(), default=dict).encode() + b"\n")
                     await process.stdin.drain()
                 line = await process.stdout.readline()
         answer = json.loads(line) if line else {"failure": "it ended"}

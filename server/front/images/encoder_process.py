@@ -1,8 +1,8 @@
 """The process that turns images into rows: it decodes, runs `transformers`' image processor, then the model's image tower.
 
 Images are untrusted, and towers take long. So neither runs in the front: a crash ends this process, and its low priority leaves
-the processors to the ranks. It encodes one image at a time, on one thread, so that the rows of an image are the same bits
-whenever they are computed.
+the processors to the ranks. It encodes one image at a time, always on the same number of threads, so that the rows of an image are
+the same bits whenever they are computed. Decoding and the image processor run on the CPU. The tower may run on a GPU.
 
 Input on stdin: the settings as one line of JSON, then one image per line: a number, the file with its bytes, its digest, and the
 file to write the rows to. Files are paths to descriptors of the front, so no image is copied through a pipe.
@@ -15,6 +15,7 @@ import os
 import resource
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -25,6 +26,7 @@ from transformers import AutoImageProcessor
 
 from kvcache.images import write_rows
 from moe.vision.tower import Tower
+from server.front.images.encoder import EncoderSettings
 from server.front.images.kimi_processor import KimiImageProcessor
 from server.front.images.picture_files import UnusableImageError, open_picture
 from server.front.images.tiles import TileProcessor
@@ -42,13 +44,12 @@ def run_encoder(orders: TextIO = sys.stdin) -> int:
     die_with_parent()
     os.nice(NICENESS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    torch.set_num_threads(1)
     transformers.utils.logging.set_verbosity_error()  # of a missing torchvision, for example
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries print too
     settings = json.loads(orders.readline())
     try:
-        encoder = ImageEncoder(Path(settings["directory"]), settings["most_pixels"])
+        encoder = ImageEncoder(EncoderSettings(**settings))
     except Exception as error:  # noqa: BLE001 - the front reports any of them
         print(json.dumps({"failure": f"{type(error).__name__}: {error}"}), file=answers, flush=True)
         return 1
@@ -61,20 +62,25 @@ def run_encoder(orders: TextIO = sys.stdin) -> int:
 class ImageEncoder:
     """A model's image processor and tower."""
 
-    def __init__(self, directory: Path, most_pixels: int) -> None:
-        """Load both.
+    def __init__(self, settings: EncoderSettings) -> None:
+        """Load both, and set the number of this process's threads.
 
         Raises:
-            ValueError, OSError: The checkpoint has no usable processor or tower.
+            ValueError, OSError: The checkpoint has no usable processor or tower, or the settings do not fit.
         """
-        self._most_pixels = most_pixels
-        self._tower = Tower(directory)
-        self._processor = read_processor(directory)
+        directory = Path(settings.directory)
+        check_device(settings.device)
+        torch.set_num_threads(settings.threads)
+        torch.backends.cudnn.allow_tf32 = False  # as in products of matrices
+        self._most_pixels = settings.most_pixels
+        self._processor = read_processor(directory, settings.processor)
+        self._tower = Tower(directory, settings.device)
         # transformers' processor of these models overrides the patch size of the image processor, too.
         has_lines = "image_sizes" in self._processor.model_input_names
         self._options = {"patch_size": self._tower.pixels_per_row} if has_lines else {}
         versions = [transformers.__version__, PIL.__version__, torch.__version__]
-        described = json.dumps([*versions, self._processor.to_json_string()])
+        computing = [name_of(self._tower.device), str(self._tower.dtype), settings.threads]
+        described = json.dumps([*versions, *computing, self._processor.to_json_string()])
         self.meaning = hashlib.sha256(described.encode()).hexdigest()
 
     def answer(self, order: dict[str, Any]) -> dict[str, Any]:
@@ -107,15 +113,50 @@ class ImageEncoder:
         }
 
 
-def read_processor(directory: Path) -> Any:
-    """Return a model's image processor, on top of Pillow.
+def check_device(name: str) -> None:
+    """Raise if torch does not have a device.
 
     Raises:
-        ValueError, OSError: The model has no usable one.
+        ValueError: It is missing.
     """
+    device, count = torch.device(name), torch.cuda.device_count()
+    if device.type != "cpu" and (device.index or 0) >= count:
+        raise ValueError(f"--image-encoder-device is {name}, but torch finds {count} CUDA devices")
+
+
+def name_of(device: torch.device) -> str:
+    """Return the name of a device, for the meaning of rows: GPUs of different models compute different bits."""
+    return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
+
+
+def read_processor(directory: Path, settings: Mapping[str, Any] | None = None) -> Any:
+    """Return a model's image processor, on top of Pillow.
+
+    Args:
+        settings: Settings that replace the checkpoint's. Keys of `size` that are not given keep the checkpoint's values.
+
+    Raises:
+        ValueError, OSError: The model has no usable one, or it does not have these settings.
+    """
+    processor = _processor_with(directory, {})
+    if not settings:
+        return processor
+    changed = dict(settings)
+    if "size" in changed:
+        size = dict(processor.size)
+        if unknown := changed["size"].keys() - size.keys():
+            raise ValueError(
+                f"--mm-processor-kwargs: size has {', '.join(sorted(unknown))}, but that of the model's image processor has only "
+                f"{', '.join(sorted(size))}"
+            )
+        changed["size"] = size | changed["size"]
+    return _processor_with(directory, changed)
+
+
+def _processor_with(directory: Path, settings: Mapping[str, Any]) -> Any:
     model_type = json.loads((directory / "config.json").read_bytes()).get("model_type")
     if own := _OWN_PROCESSORS.get(model_type):
-        return own.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        return own.from_pretrained(directory, local_files_only=True, trust_remote_code=False, **settings)
     return AutoImageProcessor.from_pretrained(
-        directory, backend="pil", local_files_only=True, trust_remote_code=False
+        directory, backend="pil", local_files_only=True, trust_remote_code=False, **settings
     )

@@ -3,7 +3,8 @@
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
-from server.front.images.encoder import Encoder, ImageTokens
+from server.front.images.encoder import Encoder
+from server.front.images.seeing import ImageTokens
 from server.front.images.sources import ImageSources
 
 ReadFile = Callable[[str, str], Awaitable[bytes]]

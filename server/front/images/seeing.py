@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from server.front.images.encoder import ImageTokens
-
 _LINES: dict[str, tuple[str, ...]] = {
     "after_line": ("[IMG_BREAK]",),
     "after": ("[IMG_END]",),
@@ -38,10 +36,39 @@ IMAGE_TYPES: dict[str, dict[str, tuple[str, ...]]] = {
     "qwen3_5_moe": {},
     "qwen3_vl_moe": {},
 }
+_PIXELS = ("size", "min_pixels", "max_pixels")  # Qwen2-VL's processor
+# Settings of a type's image processor that decide how many tokens an image becomes. --mm-processor-kwargs may change them.
+SIZE_SETTINGS: dict[str, tuple[str, ...]] = {
+    "ernie4_5_vl_moe": ("size",),
+    "gemma4": ("max_soft_tokens",),
+    "glm4v_moe": ("size",),
+    "intern_s2_preview": _PIXELS,
+    "kimi_k25": ("size", "max_patches"),
+    "llama4": ("max_patches",),
+    "mistral3": ("size",),
+    "mistral_large4": ("size",),
+    "qwen3_5_moe": _PIXELS,
+    "qwen3_vl_moe": _PIXELS,
+}
 # Tokens of `transformers`' configurations, which files that it writes may leave out.
 _DEFAULT_TOKENS = {"ernie4_5_vl_moe": 100295, "kimi_k25": 163605}
 _TOKEN_NAMES = ("image_token_id", "image_token_index", "media_placeholder_token_id")
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+
+
+class ImageTokens(NamedTuple):
+    """Tokens of an image in a prompt.
+
+    An image has one part of consecutive rows, or several in lines. Some models mark their parts (Pixtral).
+    """
+
+    shown: int  # in a rendered prompt, once per image
+    row: int  # in a request, once per row
+    before: tuple[int, ...] = ()  # the image
+    after_part: tuple[int, ...] = ()  # after a part that another one of its line follows
+    after_line: tuple[int, ...] = ()  # after the last part of a line, except the last one of the image
+    before_last: tuple[int, ...] = ()  # before the last part of the image
+    after: tuple[int, ...] = ()  # the image
 
 
 class ImageSupport(NamedTuple):
@@ -72,7 +99,7 @@ def image_support_of(
         return ImageSupport(_NO_TOKENS, f"{path} cannot be read")
     if not isinstance(config, dict):
         return ImageSupport(_NO_TOKENS, "config.json is not an object")
-    if reason := _why_not(config, directory, has_image_experts):
+    if reason := why_no_images(config, directory, has_image_experts=has_image_experts):
         return ImageSupport(_NO_TOKENS, reason)
     default = _DEFAULT_TOKENS.get(config["model_type"])
     token_id = next((config[name] for name in _TOKEN_NAMES if name in config), default)
@@ -93,7 +120,8 @@ def image_support_of(
     return ImageSupport(ImageTokens(shown, token_id, **around), stays_whole=stays_whole)
 
 
-def _why_not(config: Mapping[str, Any], directory: Path, has_image_experts: bool) -> str:
+def why_no_images(config: Mapping[str, Any], directory: Path, *, has_image_experts: bool) -> str:
+    """Return why a model takes no images, from its config.json and its files, in a form that follows "because"; empty if it may."""
     model_type = str(config.get("model_type"))
     if not isinstance(config.get("vision_config"), dict):
         return "it has no image tower"

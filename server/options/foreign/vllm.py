@@ -175,7 +175,7 @@ _MEDIA = (
     ),
     *refused(
         IMAGES_ONLY, switches="--enable-mm-embeds --mm-encoder-only --interleave-mm-strings",
-        values="--mm-processor-kwargs --media-io-kwargs --video-pruning-rate --video-pruning-method "
+        values="--media-io-kwargs --video-pruning-rate --video-pruning-method "
         "--mm-encoder-fp8-scale-path --mm-encoder-fp8-scale-save-path --mm-encoder-fp8-scale-save-margin "
         "--ec-transfer-config --ec-manager-config",
     ),
@@ -431,13 +431,14 @@ SAME_AS_VLLM = (
     "--gpu-memory-utilization --kv-cache-memory-bytes --kv-cache-dtype --kv-offloading-size --enable-prefix-caching --mamba-cache-mode --max-num-seqs "
     "--max-num-batched-tokens --max-num-queued-reqs --scheduling-policy --enforce-eager --log-level --uvicorn-log-level --enable-log-requests "
     "--disable-uvicorn-access-log --disable-access-log-for-endpoints --otlp-traces-endpoint --disable-log-stats "
-    "--speculative-config -sc --enable-lora --lora-modules --max-loras --max-lora-rank --max-cpu-loras --lora-dtype --lora-target-modules --allowed-media-domains --allowed-local-media-path --limit-mm-per-prompt --mm-processor-cache-gb "
+    "--speculative-config -sc --enable-lora --lora-modules --max-loras --max-lora-rank --max-cpu-loras --lora-dtype --lora-target-modules --allowed-media-domains --allowed-local-media-path --limit-mm-per-prompt --mm-processor-cache-gb --mm-processor-kwargs "
     "--language-model-only"
 )
 DIFFERS_FROM_VLLM = {  # flag of the same name -> the difference
     "--lora-dtype": "auto, float32 or bfloat16; ranks on GPUs store float32",
     "--limit-mm-per-prompt": "the default is 16 images; video and audio are not supported",
     "--mm-processor-cache-gb": "the default is 1; the cache holds the rows of images, in the front's memory",
+    "--mm-processor-kwargs": "only settings of the size of images; they hold for all requests",
     "--host": "the default is 127.0.0.1, this machine only",
     "--data-parallel-size": "ranks on this node, each with all attention weights and a share of the experts",
     "--gpu-memory-utilization": "the share of the memory that is free at startup",

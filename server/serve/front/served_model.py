@@ -10,7 +10,7 @@ from typing import Any
 from server.api.parsers.registry import markup_of, shows_known_calls
 from server.api.served import ServedModel
 from server.front.adapters.registry import KnownAdapters
-from server.front.images.encoder import Encoder
+from server.front.images.encoder import Encoder, EncoderSettings
 from server.front.images.input import ImageInput, ReadFile
 from server.front.images.seeing import ImageSupport, image_support_of
 from server.front.images.sources import ImageSources
@@ -72,7 +72,14 @@ def _image_input(options: Options, support: ImageSupport, ranks: Ranks, read_fil
     def most_bytes() -> int:
         return MOST_ROW_BYTES if ranks.has_far else 0
 
-    encoder = Encoder(options.model, most_pixels=images.most_pixels, cache_bytes=images.cache_bytes)
+    settings = EncoderSettings(
+        options.model,
+        images.most_pixels,
+        device=images.encoder_device,
+        threads=images.encoder_threads,
+        processor=images.processor_settings,
+    )
+    encoder = Encoder(settings, cache_bytes=images.cache_bytes)
     return ImageInput(
         support.tokens, images.most_images, ImageSources(images), encoder, most_rows, most_bytes, read_file
     )

@@ -20,13 +20,17 @@ from server.options.adapters import modules_of
 from server.options.pools import Pool
 from server.options.table import Options
 from server.serve.preflight.adapter_room import NO_FEATURES, adapted_features
+from server.serve.preflight.images import check_images, encoder_memory
 from server.serve.preflight.memory import (
+    NO_ENCODERS,
     ExpertMemory,
     WeightBytes,
     available_bytes,
     check_memory,
     float_bytes,
+    gib,
     has_image_experts,
+    in_words,
     mtp_names,
     rank_experts,
     slots_per_rank,
@@ -66,7 +70,9 @@ def check_start(
     """
     check_choices(options, pool_sizes)
     weights = check_files(options, pool_sizes)
-    check_room(options, weights, pool_sizes=pool_sizes, gpu_bytes=gpu_bytes)
+    if has_front:
+        check_images(options)
+    check_room(options, weights, pool_sizes=pool_sizes, gpu_bytes=gpu_bytes, has_front=has_front)
     if has_front:
         check_listener(options)
         check_adapters(options)
@@ -130,12 +136,17 @@ def check_files(options: Options, pool_sizes: Sequence[int]) -> WeightBytes:
 
 
 def check_room(
-    options: Options, weights: WeightBytes, *, pool_sizes: Sequence[int], gpu_bytes: int | None
+    options: Options,
+    weights: WeightBytes,
+    *,
+    pool_sizes: Sequence[int],
+    gpu_bytes: int | None,
+    has_front: bool = True,
 ) -> ExpertMemory:
-    """Check that this node's ranks and tiers fit into its memory, and return the size of the experts of its largest rank.
+    """Check that this node's ranks, tiers and encoders fit into its memory, and return the size of the experts of its largest rank.
 
     Args:
-        pool_sizes: As for `check_start`.
+        pool_sizes, gpu_bytes, has_front: As for `check_start`.
 
     Raises:
         PreflightError: They do not fit.
@@ -146,6 +157,12 @@ def check_room(
     host_bytes, adapted = available_bytes(), NO_FEATURES
     if options.engine.enable_lora:
         adapted = adapted_features(Path(options.model), config, options.lora_target_modules)
+    encoders = encoder_memory(options) if has_front else NO_ENCODERS
+    if encoders.total_bytes > host_bytes:
+        raise PreflightError(
+            f"the {in_words(encoders)}, but only {gib(host_bytes)} of host memory is free. Use fewer fronts (--api-server-count), "
+            "--image-encoder-device cuda, or --language-model-only, which refuses images"
+        )
     counted = experts if gpu_bytes is None else [largest]  # each rank has its own GPU
     needed = check_memory(
         weights,
@@ -156,8 +173,10 @@ def check_room(
             adapted.rank_bytes(options.engine, each.slots_per_rank, on_gpu=gpu_bytes is not None)
             for each in counted
         ],
+        encoders=encoders if gpu_bytes is None else NO_ENCODERS,
     )
-    check_tiers(options.engine, ranks_bytes=needed if gpu_bytes is None else 0, free_bytes=host_bytes)
+    taken = needed if gpu_bytes is None else encoders.total_bytes
+    check_tiers(options.engine, ranks_bytes=taken, free_bytes=host_bytes)
     return largest
 
 

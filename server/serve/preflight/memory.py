@@ -124,6 +124,16 @@ _BITS = {
 PROCESS_BYTES = 300 << 20  # a rank without weights: 220 MB for Python and torch, the rest for buffers
 
 
+class EncoderMemory(NamedTuple):
+    """Host memory of the processes that encode images."""
+
+    num_fronts: int  # each has one
+    total_bytes: int
+
+
+NO_ENCODERS = EncoderMemory(0, 0)
+
+
 class WeightBytes(NamedTuple):
     """Size of a loaded checkpoint in memory, in bytes."""
 
@@ -135,7 +145,8 @@ class WeightBytes(NamedTuple):
 
 # Towers for images and audio, and their projectors; they are not read (`moe.text_part`).
 NOT_OF_TEXT = re.compile(
-    r"(^|\.)(visual|vision_tower|vision_model|audio_tower|multi_modal_projector|mm_projector|embed_vision|embed_audio)\."
+    r"(^|\.)(visual|vision_tower|vision_model|audio_tower|multi_modal_projector|mm_projector|embed_vision|embed_audio"
+    r"|resampler_model|vision_encoder|vision_language_adapter|patch_merger|pre_mm_projector_norm)\."
 )
 
 
@@ -315,19 +326,21 @@ def check_memory(
     *,
     free_bytes: int,
     adapters: Sequence[int] = (),
+    encoders: EncoderMemory = NO_ENCODERS,
 ) -> int:
-    """Return the memory that this node's ranks need: weights, spare slots, adapters, a given KV cache, processes.
+    """Return the memory that this node needs: weights, spare slots, adapters, a given KV cache, processes, encoders of images.
 
     Args:
         experts: Memory of each rank's experts. Ranks of smaller pools hold more of them.
         adapters: Memory of each rank's adapters.
+        encoders: Memory of the encoders of images in the same memory.
 
     Raises:
         PreflightError: It exceeds `free_bytes`.
     """
     cache = options.engine.kv_cache_bytes or 0
     needed = sum(weights.shared + each.serving + each.spare + cache + PROCESS_BYTES for each in experts)
-    needed += sum(adapters)
+    needed += sum(adapters) + encoders.total_bytes
     if needed <= free_bytes:
         return needed
     largest = max(experts, key=lambda each: each.serving)
@@ -341,14 +354,25 @@ def check_memory(
         lora_remedy = (
             "a smaller --max-lora-rank, --max-loras or --max-cpu-loras, fewer --lora-target-modules, "
         )
+    images = encoder_remedy = ""
+    if encoders.num_fronts:
+        images = f" The {in_words(encoders)}."
+        encoder_remedy = "--language-model-only, "
     which = "Each rank holds" if len(set(experts)) == 1 else "The largest rank, of the smallest pool, holds"
     raise PreflightError(
         f"{len(experts)} rank{'s' if len(experts) > 1 else ''} on this node would need about {gib(needed)}, but only "
         f"{gib(free_bytes)} is free. {which} {gib(weights.shared + largest.serving)} of weights ({gib(weights.shared)} on "
         f"every rank, and {gib(largest.serving)} for {largest.slots_per_rank} experts of each layer, out of "
-        f"{gib(weights.experts)} for all experts){spare}{lora}{kv} + {gib(PROCESS_BYTES)} for its process. Use {lora_remedy}fewer ranks per "
-        "node, more nodes, fewer redundant experts, --dtype bfloat16, a smaller --kv-cache-memory or a smaller model"
+        f"{gib(weights.experts)} for all experts){spare}{lora}{kv} + {gib(PROCESS_BYTES)} for its process.{images} Use {lora_remedy}{encoder_remedy}"
+        "fewer ranks per node, more nodes, fewer redundant experts, --dtype bfloat16, a smaller --kv-cache-memory or a smaller model"
     )
+
+
+def in_words(encoders: EncoderMemory) -> str:
+    """Return the memory of encoders as a part of a sentence."""
+    count = encoders.num_fronts
+    which = "image encoder takes" if count == 1 else f"image encoders of {count} fronts take"
+    return f"{which} {gib(encoders.total_bytes)}"
 
 
 def gib(size: int) -> str:

@@ -12,8 +12,9 @@ from server.api.images import ImagePart, PromptImages, encode_images, image_part
 from server.api.schemas import Message
 from server.api.template_messages import template_messages, text_of
 from server.front.errors import ApiError
-from server.front.images.encoder import EncodedImage, EncoderCounts, ImageTokens
+from server.front.images.encoder import EncodedImage, EncoderCounts
 from server.front.images.input import ImageInput
+from server.front.images.seeing import ImageTokens
 from tests.support.service.front_process import FrontProcess
 
 MARK = 9

@@ -1,5 +1,6 @@
 """Options for images: vLLM's forms, and values that are refused."""
 
+import json
 import os
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 from server.cli import build_parser
 from server.options.flag import OptionsError
 from server.options.images import ImageOptions
-from server.options.reading import options_from
+from server.options.reading import options_from, options_from_keywords
 
 
 def given(*words: str) -> ImageOptions:
@@ -49,11 +50,34 @@ def test_the_number_of_images_has_vllm_s_forms(limits: str, most: int) -> None:
         (("--image-fetch-timeout", "0"), "above 0"),
         (("--max-image-pixels", "0"), "at least 1"),
         (("--max-image-bytes", "0"), "give a size"),
+        (("--image-encoder-device", "gpu"), "must be cpu, cuda or cuda:N"),
+        (("--image-encoder-device", "cuda:x"), "must be cpu, cuda or cuda:N"),
+        (("--image-encoder-threads", "0"), "at least 1"),
+        (("--mm-processor-kwargs", "5"), "give a JSON object"),
+        (("--mm-processor-kwargs", "{"), "give a JSON object"),
+        (("--mm-processor-kwargs", '{"patch_size": 5}'), "patch_size cannot be set: use max_pixels"),
+        (("--mm-processor-kwargs", '{"max_pixels": 0}'), "max_pixels must be a whole number above 0"),
+        (("--mm-processor-kwargs", '{"max_pixels": true}'), "max_pixels must be a whole number above 0"),
+        (("--mm-processor-kwargs", '{"size": 5}'), "size must be an object of whole numbers above 0"),
+        (
+            ("--mm-processor-kwargs", '{"size": {"height": 1.5}}'),
+            "size must be an object of whole numbers above 0",
+        ),
     ],
 )
 def test_other_values_are_refused(words: tuple[str, ...], reason: str) -> None:
     with pytest.raises(OptionsError, match=reason):
         given(*words)
+
+
+def test_the_encoder_has_a_device_threads_and_settings_of_the_processor() -> None:
+    settings = {"size": {"longest_edge": 5}, "max_pixels": 7}
+    words = ("--image-encoder-device", "cuda:1", "--image-encoder-threads", "4")
+    options = given(*words, "--mm-processor-kwargs", json.dumps(settings))
+    assert (options.encoder_device, options.encoder_threads) == ("cuda:1", 4)
+    assert options.processor_settings == settings
+    assert given().processor_settings == given("--mm-processor-kwargs", "{}").processor_settings == {}
+    assert options_from_keywords("m", {"mm_processor_kwargs": settings}).images.processor_settings == settings
 
 
 def test_hosts_are_a_list_and_the_folder_is_a_real_path(tmp_path: Path) -> None:

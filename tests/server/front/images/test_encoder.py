@@ -12,7 +12,8 @@ import pytest
 
 from kvcache.images import read_rows
 from server.front.errors import ApiError
-from server.front.images.encoder import EncodedImage, Encoder, ImageTokens
+from server.front.images.encoder import EncodedImage, Encoder, EncoderSettings
+from server.front.images.seeing import ImageTokens
 
 TIMEOUT_S = 60.0
 TOKENS = ImageTokens(9, 9)
@@ -56,7 +57,7 @@ def with_encoder(
 
     async def run() -> None:
         command = (sys.executable, "-c", fake)
-        encoder = Encoder(str(log), most_pixels=1, cache_bytes=cache_bytes, command=command)
+        encoder = Encoder(EncoderSettings(str(log), 1), cache_bytes=cache_bytes, command=command)
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 await work(encoder)
@@ -152,7 +153,7 @@ def test_a_dead_process_fails_one_image_and_is_replaced(word: bytes, status: int
         after = asyncio.create_task(encoder.encode(b"after", WHERE))
         with pytest.raises(ApiError) as caught:
             await failing
-        assert caught.value.status == status
+        assert caught.value.status == status and caught.value.param == WHERE
         assert (await after).num_rows == 5
         assert encoder.counts.num_starts == 2
         assert await encoder.encode(b"before", WHERE) is before, "the cache outlives the process"
@@ -175,8 +176,11 @@ def test_an_image_has_a_bounded_time(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("server.front.images.encoder.ENCODE_S", 0.3)
 
     async def work(encoder: Encoder) -> None:
-        with pytest.raises(ApiError, match=r"was not encoded within 0\.3 s"):
+        with pytest.raises(
+            ApiError, match=r"^messages\.0.*url: the image was not encoded within 0\.3 s"
+        ) as caught:
             await encoder.encode(b"slow", WHERE)
+        assert caught.value.status == 503 and caught.value.param == WHERE and caught.value.headers
         await encoder.encode(b"quick", WHERE)
 
     assert with_encoder(work, tmp_path / "log") == ["slow", "quick"]

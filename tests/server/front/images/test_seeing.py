@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import transformers
 
-from server.front.images.encoder import ImageTokens
-from server.front.images.seeing import image_support_of
+from server.front.images.seeing import ImageTokens, image_support_of
 
 CONFIG = {"model_type": "qwen3_vl_moe", "vision_config": {}, "image_token_id": 7}
 
