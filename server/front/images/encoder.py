@@ -45,6 +45,11 @@ class _Unusable(Exception):  # noqa: N818 - not a fault
 class _Failed(Exception):  # noqa: N818 - as above
     """An image that may be good was not encoded; the message gives the reason, in a form that follows "the image"."""
 
+    def __init__(self, reason: str, *, may_retry: bool = True) -> None:
+        """Args: may_retry means that the same image may be encoded later."""
+        super().__init__(reason)
+        self.may_retry = may_retry
+
 
 class EncoderSettings(NamedTuple):
     """Settings of the encoder process. Those that change rows are part of their meaning."""
@@ -191,7 +196,10 @@ class Encoder:
             self.count(num_refused=1)
             raise bad_request(f"{where}: the image cannot be used: {error}.", where) from None
         except _Failed as error:
-            raise ApiError(503, f"{where}: the image {error}.", param=where, headers=_RETRY) from None
+            message = f"{where}: the image {error}."
+            if error.may_retry:
+                raise ApiError(503, message, param=where, headers=_RETRY) from None
+            raise ApiError(500, message, param=where) from None
         except asyncio.CancelledError:
             if underway.num_waiting == 1 and not underway.has_begun:
                 underway.task.cancel()  # frees the image's bytes, because `room` counts them no more
@@ -242,6 +250,11 @@ class Encoder:
                 answer = await self._ask(process, digest, source, rows)
                 if "why_not" in answer:
                     raise _Unusable(answer["why_not"])
+                if failure := answer.get("failure"):
+                    if answer["is_broken"]:
+                        await self._kill()
+                    lacks_memory = answer["lacks_memory"]
+                    raise _Failed(f"was not encoded: {failure}", may_retry=lacks_memory)
                 return EncodedImage(os.dup(rows), digest, answer)
             finally:
                 os.close(source)

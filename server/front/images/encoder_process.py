@@ -15,6 +15,7 @@ import os
 import resource
 import sys
 import time
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -95,10 +96,12 @@ class ImageEncoder:
                 raise UnusableImageError(f"the model's image processor refuses it: {error}") from error
             times.append(time.perf_counter())
             features = self._tower.encode(dict(inputs))
+            rows = features.rows_LND.numpy()
+            write_rows(order["rows"], order["digest"], rows)
         except UnusableImageError as error:
             return {"number": order["number"], "why_not": str(error)}
-        rows = features.rows_LND.numpy()
-        write_rows(order["rows"], order["digest"], rows)
+        except Exception as error:  # noqa: BLE001 - any of them concerns one request only
+            return {"number": order["number"], **self._failure(error)}
         times.append(time.perf_counter())
         steps = ("decode_s", "process_s", "tower_s")
         return {
@@ -110,6 +113,19 @@ class ImageEncoder:
             "columns": features.columns,
             "num_bytes": rows.nbytes,
             **{name: end - begin for name, begin, end in zip(steps, times, times[1:], strict=False)},
+        }
+
+    def _failure(self, error: Exception) -> dict[str, Any]:
+        """Describe an error that the image did not cause."""
+        traceback.print_exception(error)  # for the operator
+        lacks_memory = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        # After other errors, a GPU may refuse all further work of the process.
+        is_broken = self._tower.device.type != "cpu" and not lacks_memory
+        reason = (str(error).splitlines() or [""])[0]
+        return {
+            "failure": f"{type(error).__name__}: {reason}" if reason else type(error).__name__,
+            "lacks_memory": lacks_memory,
+            "is_broken": is_broken,
         }
 
 

@@ -1,6 +1,7 @@
 """The client of the encoder process: each image is encoded once, memory is bounded, and a dead process is replaced."""
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -40,6 +41,10 @@ for line in sys.stdin:
         time.sleep(600)
     while word == "held" and not Path(settings["directory"]).with_name("released").exists():
         time.sleep(0.01)
+    if word == "failing":
+        failure = dict(zip(("failure", "lacks_memory", "is_broken"), json.loads(content[8:])))
+        print(json.dumps({"number": order["number"], **failure}), flush=True)
+        continue
     if word == "bad":
         print(json.dumps({"number": order["number"], "why_not": "it is bad"}), flush=True)
         continue
@@ -159,6 +164,28 @@ def test_a_dead_process_fails_one_image_and_is_replaced(word: bytes, status: int
         assert await encoder.encode(b"before", WHERE) is before, "the cache outlives the process"
 
     assert with_encoder(work, tmp_path / "log") == ["before", word.decode(), "after"]
+
+
+@pytest.mark.parametrize(
+    ("lacks_memory", "is_broken", "status", "starts"), [(False, False, 500, 1), (True, False, 503, 1), (False, True, 500, 2)]
+)  # fmt: skip
+def test_an_error_of_the_process_fails_one_image_by_its_part(
+    lacks_memory: bool, is_broken: bool, status: int, starts: int, tmp_path: Path
+) -> None:
+    async def work(encoder: Encoder) -> None:
+        order = b"failing " + json.dumps(["RuntimeError: why", lacks_memory, is_broken]).encode()
+        for _ in range(2):
+            with pytest.raises(ApiError) as caught:
+                await encoder.encode(order, WHERE)
+            assert caught.value.status == status and caught.value.param == WHERE
+            assert caught.value.message == f"{WHERE}: the image was not encoded: RuntimeError: why."
+            assert bool(caught.value.headers) == lacks_memory
+            assert (await encoder.encode(b"good", WHERE)).num_rows == 4
+        assert encoder.counts.num_starts == starts, (
+            "a broken process ends, and the next image starts another one"
+        )
+
+    with_encoder(work, tmp_path / "log")
 
 
 def test_a_process_that_dies_between_images_costs_nothing(tmp_path: Path) -> None:

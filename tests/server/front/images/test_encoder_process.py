@@ -3,7 +3,9 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -58,6 +60,47 @@ def test_a_larger_picture_becomes_fewer_tokens_if_the_operator_limits_its_pixels
     [image] = read_rows([Image(DIGEST, 0, 1, path=f"{tmp_path / 'rows'}")], 64)
     assert image.rows is not None and image.rows.shape[1] == 1
     assert plain.meaning != limited.meaning
+
+
+@pytest.mark.parametrize(
+    ("error", "failure", "lacks_memory"),
+    [
+        (RuntimeError("it is odd\nand more"), "RuntimeError: it is odd", False),
+        (IndexError(), "IndexError", False),
+        (MemoryError(), "MemoryError", True),
+        (torch.OutOfMemoryError("CUDA out of memory"), "OutOfMemoryError: CUDA out of memory", True),
+    ],
+)
+@pytest.mark.parametrize("where", ["_processor", "_tower"])
+def test_an_error_is_the_answer_to_one_image_and_the_process_stays(
+    error: Exception, failure: str, lacks_memory: bool, where: str, directory: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    encoder = ImageEncoder(EncoderSettings(str(directory), MOST_PIXELS))
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    device = torch.device("cpu")
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            encoder, where, fail if where == "_processor" else SimpleNamespace(encode=fail, device=device)
+        )
+        answer = answer_of(encoder, png(28, 28), tmp_path)
+    assert answer == {"number": 3, "failure": failure, "lacks_memory": lacks_memory, "is_broken": False}
+    assert "Traceback" in capfd.readouterr().err
+    assert answer_of(encoder, png(28, 28), tmp_path)["num_rows"] == 1
+
+
+def test_only_a_gpu_may_be_broken_by_an_error(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = ImageEncoder(EncoderSettings(str(directory), MOST_PIXELS))
+    for error, is_broken in ((RuntimeError(), True), (torch.OutOfMemoryError(), False)):
+        tower = Mock(device=torch.device("cuda"))
+        tower.encode.side_effect = error
+        monkeypatch.setattr(encoder, "_tower", tower)
+        assert answer_of(encoder, png(28, 28), tmp_path)["is_broken"] == is_broken
 
 
 def test_the_number_of_threads_is_set_and_part_of_the_meaning(directory: Path) -> None:
