@@ -10,16 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvcache.images import Image
+from server.api.media import IMAGE_PARTS, refuse_other_url, why_unserved
 from server.front.errors import bad_request
 from server.front.images.encoder import EncodedImage
 from server.front.images.input import ImageInput
-
-IMAGE_PARTS = ("image_url", "input_image", "image")
-# Other media, and the words for them in errors.
-OTHER_MEDIA = {
-    "video_url": "video", "video": "video", "input_video": "video", "audio_url": "audio", "audio": "audio",
-    "input_audio": "audio",
-}  # fmt: skip
 
 
 class ImagePart(NamedTuple):
@@ -70,6 +64,7 @@ def image_part(part: Mapping[str, Any], where: str) -> ImagePart:
         raise bad_request(
             f"{shown} must be a URL, such as data:image/png;base64,..., unless there is a file_id.", shown
         )
+    refuse_other_url(given, shown)
     return ImagePart(shown, given)
 
 
@@ -95,6 +90,8 @@ def listed_images(images: Any, field: str) -> list[ImagePart]:
     for number, part in enumerate(images):
         if not isinstance(part, Mapping) or part.get("type") not in IMAGE_PARTS:
             where = f"{field}.{number}"
+            if isinstance(part, Mapping) and (reason := why_unserved(part.get("type"))):
+                raise bad_request(f"{where} is of type {part['type']!r}; {reason}.", f"{where}.type")
             raise bad_request(f"{where} must be a part of type {', '.join(IMAGE_PARTS)}.", where)
     return [image_part(part, f"{field}.{number}") for number, part in enumerate(images)]
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
+from server.api.media import refuse_other_fields
 from server.front.errors import bad_request
 
 MAX_CHOICES = 128  # for n, and for prompts times n
@@ -54,7 +55,6 @@ _UNSERVED: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": (),
     "return_prompt_text": (),
     "suffix": (),
-    "audio": (),
     "modalities": (["text"],),
     "mm_processor_kwargs": (),
     "media_io_kwargs": (),
@@ -294,6 +294,7 @@ def refuse_unserved(body: SamplingFields) -> None:
     """
     extra = body.model_extra or {}
     refuse_foreign(extra, form="response_format", stop="stop")
+    refuse_other_fields(extra)
     for name, harmless in _UNSERVED.items():
         value = extra.get(name)
         is_nothing = value is None or (value in _NOTHING and name != "thinking_token_budget")  # 0 forbids it

@@ -17,7 +17,8 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from server.api.images import IMAGE_PARTS, NO_TOWER, OTHER_MEDIA, image_part, place_of
+from server.api.images import NO_TOWER, image_part, place_of
+from server.api.media import IMAGE_PARTS, refuse_other_fields, why_unserved
 from server.api.parsers.token_calls import DEEPSEEK
 from server.api.schemas import Message, is_deeper
 from server.front.errors import ApiError, bad_request
@@ -119,6 +120,7 @@ def _template_message(place: int, message: Message, why_no_images: str) -> Templ
     fields = message.model_dump(exclude_unset=True)
     content = message.content
     where = f"messages.{place}"
+    refuse_other_fields(message.model_extra, f"{where}.")
     if isinstance(content, list):
         parts = [
             _part(f"{where}.content.{number}", part, why_no_images) for number, part in enumerate(content)
@@ -160,8 +162,8 @@ def _supported(kind: str, why_no_images: str) -> str:
     """Return what is supported instead of a part of this type."""
     if kind in IMAGE_PARTS:
         return f"this model supports only text, because {why_no_images}"
-    if kind in OTHER_MEDIA:
-        return f"{OTHER_MEDIA[kind]} is not supported"
+    if reason := why_unserved(kind):
+        return reason
     return "this model supports only text" if why_no_images else "this model supports text and images"
 
 

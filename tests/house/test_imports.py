@@ -48,6 +48,7 @@ ORDER = (
     ("server.api.prompts", "server.api.sampling", "server.api.streaming", "server.api.structure"),
     ("server.api.answer_json", "server.api.served", "server.api.template_messages", "server.api.tools"),
     ("server.api.images", "server.api.schemas"),
+    ("server.api.media",),
     ("server.api.parsers",),
     ("scheduler.assembly",),
     ("scheduler.engine", "scheduler.start"),

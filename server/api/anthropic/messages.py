@@ -32,6 +32,7 @@ from server.api.blocks import (
     complete,
 )
 from server.api.chat_turn import ChatTurn
+from server.api.media import refuse_other_fields
 from server.api.parsers.deltas import Delta
 from server.api.schemas import refuse_foreign
 from server.api.served import ServedModel
@@ -150,6 +151,7 @@ def messages_routes(model: ServedModel, requests: Requests) -> APIRouter:
     async def create_message(body: MessagesRequest, http: HttpRequest) -> Response:
         """Answer a conversation in Anthropic's format."""
         name = model.check_name(body.model)
+        refuse_other_fields(body.model_extra)
         refuse_foreign(body.model_extra, form="output_config.format", stop="stop_sequences")
         request_id = f"msg_{uuid.uuid4().hex}"
         with named_by(OWN_NAMES):

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from server.api.images import FIELD
+from server.api.media import why_unserved
 from server.api.schemas import (
     MAX_MESSAGES,
     MAX_STOPS,
@@ -230,8 +231,9 @@ def _kind(block: Any, place: str) -> str:
 
 
 def _refuse(block: dict[str, Any], place: str, allowed: str) -> str:
+    reason = why_unserved(block["type"]) or "it is not supported"
     raise bad_request(
-        f"{place} is of type {block['type']!r}, which is not supported; allowed types here: {allowed}.",
+        f"{place} is of type {block['type']!r}; {reason}. Allowed types here: {allowed}.",
         place,
     )
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from server.api.images import FIELD
+from server.api.media import refuse_other_fields
 from server.api.parsers.registry import NONE
 from server.api.schemas import (
     MAX_MESSAGES,
@@ -161,6 +162,7 @@ def check_fields(body: _Body) -> None:
     Raises:
         ApiError: 400, naming the field.
     """
+    refuse_other_fields(body.model_extra)
     refuse_named(body.model_extra or {}, _UNSERVED)
     refuse_foreign(body.model_extra, form="format", stop="options.stop")
 
@@ -176,6 +178,7 @@ def _shared_fields(body: _Body, model: ServedModel) -> dict[str, Any]:
 
 def _message(place: int, message: dict[str, Any], model: ServedModel) -> dict[str, Any]:
     """Return a message in chat's form: images are parts, and reasoning and a tool's name have other keys."""
+    refuse_other_fields(message, f"messages.{place}.")
     fields = {name: value for name, value in message.items() if name not in ("images", "thinking")}
     if message.get("images"):
         where = f"messages.{place}.images"

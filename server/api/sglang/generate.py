@@ -22,6 +22,7 @@ from starlette.responses import Response
 from scheduler.policy.request import FinishReason, Logprobs
 from server.api.answer_json import cached_by_tier, event
 from server.api.images import FIELD
+from server.api.media import refuse_other_fields
 from server.api.openai.completions import open_completion
 from server.api.schemas import MAX_LOGPROBS, CompletionRequest, OwnFields
 from server.api.served import ServedModel
@@ -146,6 +147,7 @@ def completion_of(body: GenerateRequest) -> CompletionRequest:
     """
     if (body.text is None) == (body.input_ids is None):
         raise bad_request("Set either text or input_ids.", "text")
+    refuse_other_fields(body.model_extra)
     _refuse_others(body.model_extra or {}, "")
     params = dict(body.sampling_params or {})
     fields = {ours: params.pop(theirs) for theirs, ours in _FIELD_OF.items() if theirs in params}

@@ -9,7 +9,8 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from server.api.images import FIELD, IMAGE_PARTS
+from server.api.images import FIELD
+from server.api.media import IMAGE_PARTS
 from server.api.openai.batches.bulk_client import BulkClient, for_each
 from server.clients.llm.results import RequestOutput, SamplingParams, output_from
 from server.clients.progress import RequestProgress

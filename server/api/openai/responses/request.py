@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from server.api.images import FIELD
+from server.api.media import why_unserved
 from server.api.schemas import (
     MAX_LOGPROBS,
     MAX_TOOLS,
@@ -221,10 +222,12 @@ def _open_assistant(messages: list[ChatMessage]) -> ChatMessage | None:
 
 
 def _parts(parts: Sequence[Any], where: str) -> list[dict[str, Any]]:
-    """Return a user's parts as those of a chat message. The chat checks images."""
+    """Return a user's parts as those of a chat message. The chat checks images and types that are not supported."""
     return [
         {**part, FIELD: f"{where}.{number}"}
-        if isinstance(part, dict) and part.get("type") == "input_image"
+        if isinstance(part, dict)
+        and isinstance(kind := part.get("type"), str)
+        and kind not in (*_TEXT_PARTS, "refusal")
         else {"type": "text", "text": _part_text(part, f"{where}.{number}")}
         for number, part in enumerate(parts)
     ]
@@ -238,7 +241,8 @@ def _part_text(part: Any, where: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     field = "refusal" if kind == "refusal" else "text"
     if field == "text" and kind not in _TEXT_PARTS:
-        raise bad_request(f"{where} is of type {kind!r}; this model supports only text.", f"{where}.type")
+        reason = why_unserved(kind) or "only text is supported here"
+        raise bad_request(f"{where} is of type {kind!r}; {reason}.", f"{where}.type")
     return string_of(part, field, where)
 
 
