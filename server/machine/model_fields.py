@@ -1,11 +1,17 @@
-"""Fields of a checkpoint's config.json, under the names that model families use.
+"""Fields of a checkpoint's config.json and names of its tensors, as model families have them.
 
 This module reads only dictionaries, so that the front, which has no torch, can use it.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
+# Towers for images and audio, and their projectors; they are not read (`moe.text_part`).
+NOT_OF_TEXT = re.compile(
+    r"(^|\.)(visual|vision_tower|vision_model|audio_tower|multi_modal_projector|mm_projector|embed_vision|embed_audio"
+    r"|resampler_model|vision_encoder|vision_language_adapter|patch_merger|pre_mm_projector_norm)\."
+)
 EXPERT_COUNT_FIELDS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _TOP_K_FIELDS = (
     "num_experts_per_tok",

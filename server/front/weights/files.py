@@ -5,6 +5,7 @@ Ranks decide whether tensors fit the model; the front finds problems that need n
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,6 +59,38 @@ def read_folder(path: str, model_type: str = "") -> FoundWeights:
     except OSError as error:
         raise WeightFilesError(f"{path} cannot be read: {error.strerror or error}") from error
     return FoundWeights(WeightFolder(str(folder), tuple(facts)), frozenset(names), num_bytes)
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in a file."""
+
+    file: Path
+    dtype: str  # safetensors' name
+    shape: tuple[int, ...]
+    start: int  # its first byte in the file
+    num_bytes: int
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes per value."""
+        return self.num_bytes // max(1, math.prod(self.shape))
+
+
+def tensors_in(folder: Path) -> dict[str, StoredTensor]:
+    """Return all tensors of a folder's safetensors, by name.
+
+    Raises:
+        WeightFilesError, OSError: As for `read_folder`.
+    """
+    found = {}
+    for file in _files(folder):
+        with file.open("rb") as opened:
+            first = 8 + _length(opened.read(8))
+        for name, entry in _header_of(file).items():
+            begin, end = _offsets(str(file), name, entry)
+            shape = tuple(int(size) for size in entry.get("shape", ()))
+            found[name] = StoredTensor(file, str(entry.get("dtype")), shape, first + begin, end - begin)
+    return found
 
 
 def check_upload(content: bytes) -> None:

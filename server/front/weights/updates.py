@@ -33,7 +33,7 @@ from server.front import errors
 from server.front.errors import ApiError, bad_request
 from server.front.events import EventLog
 from server.front.ordering import RanksToOrder, wait_until
-from server.front.weights.files import FoundWeights
+from server.front.weights.files import FoundWeights, WeightFilesError
 from server.front.weights.sources import Sources, remove_unused
 from server.front.weights.sums import digest_of, merge
 from server.link.messages import RankFacts
@@ -72,6 +72,7 @@ class WeightUpdates:
         *,
         folder: Path,
         model_type: str = "",
+        check: Callable[[FoundWeights], None] | None = None,
         why_not_now: Callable[[], str | None] = lambda: None,
         all_know: Callable[[], bool] = lambda: True,
         on_served: Callable[[], None] = lambda: None,
@@ -83,12 +84,13 @@ class WeightUpdates:
         Args:
             folder: For tensors that clients send. It is made if needed; ranks of all nodes must be able to read it.
             model_type: Of the served model; "" if it is unknown.
+            check: Called in a thread with tensors of an update. It raises `WeightFilesError` if the service cannot take them.
             why_not_now: Returns why an update must not begin now, or None if it may.
             all_know: Returns whether all fronts know the present `labels`.
             on_served: Called when a new version is ordered to serve.
         """
         self._ranks, self._pools, self._folder, self._model_type = ranks, pools, folder, model_type
-        self._why_not_now = why_not_now
+        self._check_found, self._why_not_now = check, why_not_now
         self._all_know = all_know
         self._on_served, self._events, self._clock = on_served, events or EventLog(), clock
         # Called with a rank that may join its pool now.
@@ -170,7 +172,7 @@ class WeightUpdates:
             ApiError: No update is open, or the folder cannot be used.
         """
         update = self._open()
-        return self._take(update, await update.folder(path, self._model_type))
+        return await self._take(update, await update.folder(path, self._model_type))
 
     async def add_upload(self, content: bytes) -> FoundWeights:
         """Add the tensors of a safetensors file that the client sent.
@@ -179,7 +181,7 @@ class WeightUpdates:
             ApiError: No update is open, the file is damaged, or it cannot be stored.
         """
         update = self._open()
-        return self._take(update, await update.upload(content))
+        return await self._take(update, await update.upload(content))
 
     async def add_received(self, receive: Callable[[Path], Awaitable[None]]) -> FoundWeights:
         """Add the tensors that `receive` writes to a new folder.
@@ -188,7 +190,7 @@ class WeightUpdates:
             ApiError: No update is open, or the tensors did not come.
         """
         update = self._open()
-        return self._take(update, await update.received(receive))
+        return await self._take(update, await update.received(receive))
 
     async def finish(self, label: str = "", timeout_s: float = 600.0) -> WeightVersion:
         """Load the update on all ranks and switch to it. The update ends in any case.
@@ -367,7 +369,12 @@ class WeightUpdates:
             raise ApiError(409, "No weight update has begun: send POST /start_weight_update first.")
         return self._update
 
-    def _take(self, update: Sources, found: FoundWeights) -> FoundWeights:
+    async def _take(self, update: Sources, found: FoundWeights) -> FoundWeights:
+        if self._check_found is not None:
+            try:
+                await asyncio.to_thread(self._check_found, found)
+            except WeightFilesError as error:
+                raise bad_request(f"{error}.") from error
         if self._update is not update or self._is_finishing:
             raise ApiError(409, "The update ended while its tensors were read.")
         update.found.append(found)

@@ -7,6 +7,7 @@ messages of ranks to them.
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from expert_placement.placement import Placement
@@ -30,6 +31,7 @@ from server.front.several.seat import Seat
 from server.front.several.service_state import ServiceState
 from server.front.sleep_mode import SleepMode
 from server.front.tokenizer import Tokenizer
+from server.front.weights.towers import check_tower
 from server.front.weights.updates import WeightUpdates
 from server.http.exchanges import asker_of_exchange, note_answer
 from server.http.observability.logs import RequestLog
@@ -39,6 +41,7 @@ from server.options.pools import Pool
 from server.options.table import Options
 from server.serve.front.pool_front import PoolFront, PoolFronts
 from server.serve.front.several_fronts import FrontOfSeveral, share_of, state_of
+from server.serve.preflight.images import takes_images
 from server.serve.preflight.resizes import why_no_resizes, why_not_resized
 
 _NO_SLEEP = "The service cannot sleep: sleep mode is not implemented on GPUs. It works with --device cpu."
@@ -84,6 +87,7 @@ class FrontService:
             self.pools,
             folder=kept / "weights" if options.http.weights_dir is None else Path(options.http.weights_dir),
             model_type=_model_type(Path(options.model)),
+            check=partial(check_tower, directory=Path(options.model)) if takes_images(options) else None,
             why_not_now=self._why_paused,
             all_know=self.all_follow,
             on_served=lambda: self.all_requests.forget_prefixes(),

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from scheduler.policy.config import EngineSettings
-from server.machine.model_fields import experts_per_token, most, num_experts
+from server.machine.model_fields import NOT_OF_TEXT, experts_per_token, most, num_experts
 from server.options.table import Options
 from server.serve.preflight.memory import (
     NOT_KEPT,
-    NOT_OF_TEXT,
     SCALES,
     is_expert,
     mtp_names,

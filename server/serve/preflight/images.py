@@ -7,12 +7,12 @@ import math
 from pathlib import Path
 
 from server.front.images.seeing import SIZE_SETTINGS, why_no_images
+from server.machine.model_fields import NOT_OF_TEXT
 from server.options.table import Options
 from server.serve.preflight.device import GpuFacts, Look, look
 from server.serve.preflight.memory import (
     NO_ENCODERS,
     NOT_KEPT,
-    NOT_OF_TEXT,
     PROCESS_BYTES,
     SCALES,
     EncoderMemory,
@@ -63,7 +63,7 @@ def _check_device(name: str, facts: GpuFacts, problem: str, num_bytes: int) -> N
 
 def encoder_memory(options: Options) -> EncoderMemory:
     """Return the host memory of all fronts' encoders on this node."""
-    if options.images.why_off or _why_no_images(options):
+    if not takes_images(options):
         return NO_ENCODERS
     tower = tower_bytes(Path(options.model)) if options.images.encoder_device == "cpu" else 0
     return EncoderMemory(options.api_server_count, options.api_server_count * (tower + PROCESS_BYTES))
@@ -77,6 +77,11 @@ def tower_bytes(directory: Path) -> int:
         if NOT_OF_TEXT.search(name) and not SCALES.search(name) and not name.endswith(NOT_KEPT)
     ]
     return 4 * sum(map(math.prod, shapes))
+
+
+def takes_images(options: Options) -> bool:
+    """Return whether the service takes images, as far as config.json and the names of files show it."""
+    return not options.images.why_off and not _why_no_images(options)
 
 
 def _why_no_images(options: Options) -> str:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from expert_placement.config import EplbConfigError, slots_of_rank
 from moe.mtp.names import MtpNames
-from server.machine.model_fields import field_of, most, num_experts
+from server.machine.model_fields import NOT_OF_TEXT, field_of, most, num_experts
 from server.options.table import Options
 from server.serve.preflight.model import PreflightError, read_config, read_headers, slots_in
 
@@ -141,13 +141,6 @@ class WeightBytes(NamedTuple):
     experts: int  # spread over all ranks
     # Number of MoE layers. Multi-token prediction layers, after the last one, count only if they are read.
     expert_layers: int = 1
-
-
-# Towers for images and audio, and their projectors; they are not read (`moe.text_part`).
-NOT_OF_TEXT = re.compile(
-    r"(^|\.)(visual|vision_tower|vision_model|audio_tower|multi_modal_projector|mm_projector|embed_vision|embed_audio"
-    r"|resampler_model|vision_encoder|vision_language_adapter|patch_merger|pre_mm_projector_norm)\."
-)
 
 
 # Scales of quantised weights keep their type. Input orders are used during loading and then dropped.

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 
 from scheduler.weights.versions import WeightAction, WeightDigests, WeightOrder, WeightReport, WeightState
 from server.front.errors import ApiError
+from server.front.weights.files import FoundWeights, WeightFilesError
 from server.front.weights.updates import WeightUpdates
 from server.link.messages import RankFacts
 from tests.support.clock import Clock
@@ -42,7 +43,9 @@ def safetensors(*names: str) -> bytes:
 class Service:
     """Updates over two ranks of one pool, each with one expert. `orders` are those of rank 0."""
 
-    def __init__(self, folder: Path, *, answers: bool = True) -> None:
+    def __init__(
+        self, folder: Path, *, answers: bool = True, check: Callable[[FoundWeights], None] | None = None
+    ) -> None:
         self.orders: list[WeightOrder] = []
         self.posted: list[tuple[int, WeightOrder]] = []
         self.given_up: list[tuple[int, str]] = []
@@ -55,7 +58,7 @@ class Service:
         self.states = {0: WeightState.STAGED, 1: WeightState.STAGED}
         self.updates = WeightUpdates(
             self, self, folder=folder, model_type="tiny", why_not_now=lambda: self.why, on_served=self.count,
-            clock=self.clock,
+            clock=self.clock, check=check,
         )  # fmt: skip
         self.updates.on_ready = self.ready.append
 
@@ -244,6 +247,28 @@ def test_bad_tensors_are_refused_however_they_come(service: Service) -> None:
         with pytest.raises(ApiError, match="is not a safetensors file") as caught:
             asyncio.run(added)
         assert caught.value.status == 400
+
+
+def test_tensors_that_the_front_cannot_take_are_refused_before_ranks_load(tmp_path: Path) -> None:
+    def check(found: FoundWeights) -> None:
+        if "tower" in found.names:
+            raise WeightFilesError("tower changes")
+
+    service = Service(tmp_path / "uploads", check=check)
+
+    async def test() -> None:
+        service.updates.begin(is_partial=True)
+        with pytest.raises(ApiError, match="tower changes") as caught:
+            await service.updates.add_folder(write_folder(tmp_path / "new", "a", "tower"))
+        assert caught.value.status == 400
+        with pytest.raises(ApiError, match="tower changes"):
+            await service.updates.add_upload(safetensors("tower"))
+        await service.updates.add_upload(safetensors("a"))
+        await service.updates.finish(timeout_s=TIMEOUT_S)
+
+    asyncio.run(test())
+    [folder] = service.updates.serving.folders
+    assert "part-1" in folder.path, "refused tensors are not part of the update"
 
 
 def test_partial_updates_are_stacked_and_hidden_folders_are_left_out(
