@@ -1,6 +1,11 @@
-"""A random Qwen3-VL-MoE of moderate size: 12 layers of the tower, 8 of the decoder. Its answers mean nothing, its times do."""
+"""A random Qwen3-VL-MoE of moderate size: 12 layers of the tower, 8 of the decoder. Its answers mean nothing, its times do.
 
+Run: `python -m benchmarks.models.seeing FOLDER` writes it, to try images without a large model.
+"""
+
+import argparse
 import json
+import sys
 from pathlib import Path
 
 import torch
@@ -53,3 +58,20 @@ def write_random_model(directory: Path) -> Path:
     described = {**PROCESSOR, "patch_size": _VISION["patch_size"], "size": size}
     (directory / "preprocessor_config.json").write_text(json.dumps(described))
     return directory
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write the model and print its folder; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.models.seeing", description=__doc__)
+    parser.add_argument("folder", type=Path, help="new folder of the model")
+    folder: Path = parser.parse_args(arguments).folder
+    if folder.exists():
+        print(f"{folder} exists; give a new folder", file=sys.stderr)
+        return 2
+    folder.mkdir(parents=True)
+    print(write_random_model(folder))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
