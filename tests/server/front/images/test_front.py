@@ -1,12 +1,16 @@
 """A front with a real encoder process and scripted ranks: what a request with pictures becomes, and what is refused."""
 
 import asyncio
+import json
 import os
 import signal
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 pytest.importorskip("PIL", reason="needs Pillow: pip install 'wideep[images]'")
@@ -29,8 +33,9 @@ CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 def seeing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontProcess]:
     directory = tmp_path_factory.mktemp("tiny")
     write_seeing_model(directory)
+    allowed = ("--allowed-media-domains", "127.0.0.1")
     process = FrontProcess(
-        directory, "--served-model-name", "tiny", "--device", "cpu", num_ranks=1
+        directory, "--served-model-name", "tiny", "--device", "cpu", *allowed, num_ranks=1
     ).attach_all()
     yield process
     status, said = process.close()
@@ -75,6 +80,142 @@ def test_an_equal_picture_has_the_same_rows_and_another_one_other_keys(seeing: F
     assert once.images[0].path == again.images[0].path
     assert once.prompt_ids[:12] == other.prompt_ids[:12], "the tokens do not differ"
     assert list(once.key_ids)[:12] == list(again.key_ids)[:12] != list(other.key_ids)[:12]
+
+
+@pytest.fixture(scope="module")
+def web() -> Iterator[str]:
+    """Return the URL of a picture."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(WIDE)
+
+        def log_message(self, *_: Any) -> None:
+            """Print nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/wide.png"
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def file_id(seeing: FrontProcess) -> str:
+    """Return the id of an uploaded picture."""
+    return uploaded(seeing, "vision", WIDE)
+
+
+def uploaded(front: FrontProcess, purpose: str, content: bytes) -> str:
+    """Upload a file and return its id."""
+    answer = httpx.post(f"{front.url}/v1/files", data={"purpose": purpose}, files={"file": ("x", content)})
+    return str(answer.json()["id"])
+
+
+def digests(request: Request) -> list[str]:
+    """Return the digests of a request's images, in order."""
+    return [image.digest for image in request.images]
+
+
+def test_each_turn_of_a_chat_may_have_images(seeing: FrontProcess) -> None:
+    alone = [asked(seeing, f"alone {number}", each) for number, each in enumerate((WIDE, TALL))]
+    [first] = chat(WIDE, text="first turn")["messages"]
+    body = chat(TALL, WIDE, text="last turn")
+    body["messages"] = [first, {"role": "assistant", "content": "fine"}, *body["messages"]]
+    seeing.script("last turn", "fine")
+    assert seeing.post(CHAT, json=body).status_code == 200
+    request = seeing.asked("last turn")
+    wide, tall = (digests(each)[0] for each in alone)
+    assert digests(request) == [wide, tall, wide]
+    begin = alone[0].images[0]
+    assert request.images[0][:3] == begin[:3], "the first turn is at the beginning"
+    between = request.prompt_ids[request.images[0].end : request.images[1].start]
+    assert "first turn" in seeing.decode(between) and "fine" in seeing.decode(between)
+
+
+def test_anthropics_images_may_be_urls_and_files(seeing: FrontProcess, web: str, file_id: str) -> None:
+    wanted = digests(asked(seeing, "for messages", WIDE))
+    for source in ({"type": "url", "url": web}, {"type": "file", "file_id": file_id}):
+        word = f"messages with {source['type']}"
+        seeing.script(word, "fine")
+        blocks = [{"type": "image", "source": source}, {"type": "text", "text": word}]
+        body = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": blocks}]}
+        answer = seeing.post("/v1/messages", json=body)
+        assert answer.status_code == 200, answer.text
+        assert digests(seeing.asked(word)) == wanted
+        assert answer.json()["usage"]["input_tokens"] == len(seeing.asked(word).prompt_ids)
+
+
+def test_responses_images_may_be_urls_and_files_and_stay_in_the_conversation(
+    seeing: FrontProcess, web: str, file_id: str
+) -> None:
+    [wide] = digests(asked(seeing, "for responses", WIDE))
+    [tall] = digests(asked(seeing, "for responses too", TALL))
+    previous: dict[str, Any] = {}
+    seen: list[str] = []
+    for word, part, more in (
+        ("responses with a url", {"image_url": web}, wide),
+        ("responses with a file", {"file_id": file_id}, wide),
+        ("responses with data", {"image_url": data_url(TALL)}, tall),
+    ):
+        seeing.script(word, "fine")
+        content = [{"type": "input_image", **part}, {"type": "input_text", "text": word}]
+        answer = seeing.post(
+            "/v1/responses",
+            json={"model": "tiny", "input": [{"role": "user", "content": content}], **previous},
+        )
+        assert answer.status_code == 200, answer.text
+        previous = {"previous_response_id": answer.json()["id"]}
+        seen.append(more)
+        assert digests(seeing.asked(word)) == seen
+
+
+def test_lines_of_batches_and_the_offline_chat_take_uploaded_files(
+    seeing: FrontProcess, file_id: str
+) -> None:
+    wanted = digests(asked(seeing, "for a batch", WIDE))
+    content = [{"type": "input_image", "file_id": file_id}, {"type": "text", "text": "in a batch"}]
+    body = {"model": "tiny", "messages": [{"role": "user", "content": content}], "max_tokens": 4}
+    line = {"custom_id": "one", "method": "POST", "url": CHAT, "body": body}
+    seeing.script("in a batch", "fine")
+    asked_for = {
+        "input_file_id": uploaded(seeing, "batch", json.dumps(line).encode()),
+        "endpoint": CHAT,
+        "completion_window": "24h",
+    }
+    path = f"/v1/batches/{seeing.post('/v1/batches', json=asked_for).json()['id']}"
+    wait_until(lambda: seeing.get(path).json()["status"] == "completed", lambda: seeing.get(path).text)
+    assert seeing.get(path).json()["request_counts"]["completed"] == 1
+    assert digests(seeing.asked("in a batch")) == wanted
+    content[1]["text"] = "offline with a file"
+    seeing.script("offline with a file", "fine")
+    [result] = offline(seeing, body, params=SamplingParams(max_tokens=4))
+    assert result.outputs[0].text == "fine" and digests(seeing.asked("offline with a file")) == wanted
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"), [(b"hello", "not an image of a supported format"), (WIDE[:200], "damaged")]
+)
+def test_other_apis_name_the_part_of_a_bad_picture(content: bytes, reason: str, seeing: FrontProcess) -> None:
+    part = {"type": "input_image", "image_url": data_url(content)}
+    source = {"type": "base64", "media_type": "image/png", "data": base64_of(content)}
+    text = {"type": "text", "text": "x"}
+    for path, body, where in (
+        ("/v1/responses", {"input": [{"role": "user", "content": [text, part]}]}, "input.0.content.1"),
+        (
+            "/v1/messages",
+            {
+                "max_tokens": 1,
+                "messages": [{"role": "user", "content": [text, {"type": "image", "source": source}]}],
+            },
+            "messages.0.content.1",
+        ),
+    ):
+        answer = seeing.post(path, json={"model": "tiny", **body})
+        message = answer.json()["error"]["message"]
+        assert answer.status_code == 400 and message.startswith(f"{where}: the image cannot be used"), message
+        assert reason in message
 
 
 @pytest.mark.slow

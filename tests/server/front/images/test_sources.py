@@ -231,6 +231,40 @@ def test_a_name_that_changes_its_address_is_checked_at_the_connection(
     assert connected == ["93.184.216.34"], "the connection goes to the address that was checked"
 
 
+@pytest.mark.parametrize("address", ["10.0.0.7", "127.0.0.1", "169.254.169.254", "::1"])
+def test_a_redirect_to_a_private_address_is_refused_without_a_list_of_hosts(
+    address: str, web: Web, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loopback web server takes the place of a public one. The redirect names an address, or a host with it."""
+    addresses = {"images.example": "93.184.216.34", "inside.example": address}
+
+    def resolve(host: str, port: int, **_how: Any) -> list[Any]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (addresses.get(host, host), port))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    connected: list[str] = []
+
+    async def run() -> None:
+        sources = ImageSources(ImageOptions())
+        own = sources._backend._backend
+
+        class Backend:
+            async def connect_tcp(self, host: str, port: int, *more: Any) -> Any:
+                connected.append(host)
+                return await own.connect_tcp("127.0.0.1", port, *more)
+
+        sources._backend._backend = Backend()  # type: ignore[assignment]
+        for host in ("inside.example", f"[{address}]" if ":" in address else address):
+            web.pages["/moved"] = page(b"", 302, Location=f"http://{host}:{web.port}/picture")
+            with pytest.raises(ApiError, match="is not public") as caught:
+                await sources.read(web.url("/moved", "images.example"), WHERE)
+            assert caught.value.status == 400 and caught.value.param == WHERE
+        await sources.close()
+
+    asyncio.run(run())
+    assert connected and set(connected) == {"93.184.216.34"} and web.num_requests == 2
+
+
 def test_names_that_never_resolve_do_not_hold_up_other_work(monkeypatch: pytest.MonkeyPatch) -> None:
     over = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **_how: over.wait(20))
