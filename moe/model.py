@@ -434,7 +434,8 @@ class Model:
         """Run a multi-token-prediction layer on the rows of `step`; collective over the dispatcher's group.
 
         A row at position q takes the token at q + 1 and predicts the one at q + 2. Its keys and values are cached at its
-        position, in the layer's own pages: the layer must have seen all earlier positions. If a model has several layers,
+        position, in the layer's own pages: the layer must have seen all earlier positions. Rows of images in `step` have the
+        places of the tokens that they replace. If a model has several layers,
         a deeper draft runs the next layer on the same positions, with tokens one position later. If it has one, that layer
         runs again on the next position with the newest draft, and its cache entry there must be written again later.
 
@@ -452,9 +453,10 @@ class Model:
         assert self._drafting is not None, "the model was built without its multi-token-prediction layers"
         cache.step = self.step
         before_TD = self._drafted_TD if depth else self._hidden_TD
-        drafted = self._drafting.draft(
-            depth, token_T, Origin(before_TD, hidden_T), self.step.positions, cache, rows_R
-        )
+        with self._images.filled(self.step.images):
+            drafted = self._drafting.draft(
+                depth, token_T, Origin(before_TD, hidden_T), self.step.model_positions, cache, rows_R
+            )
         self._drafted_TD = drafted.hidden_TD
         return drafted.logits_RV
 

@@ -119,7 +119,7 @@ def _run_drafts(net: Any, step: Step, cache: PagedCache) -> list[Drafted]:
     drafts = []
     for depth in range(drafting.num_layers):
         logits_RV, hidden_TD = drafting.draft(
-            depth, token_T, origin, step.positions, cache, torch.arange(rows)
+            depth, token_T, origin, step.model_positions, cache, torch.arange(rows)
         )
         drafts.append(Drafted(logits_RV, hidden_TD[:rows].clone()))
     return drafts

@@ -4,7 +4,8 @@ An MTP layer joins the embedding of the token after a position with the hidden s
 decoder layer of the model's own kind on them, with its own cache, and a norm. The model's output projection
 gives logits for the token two positions later (DeepSeek-V3, 2024). The output is the next layer's hidden state,
 or the same layer's again if drafts are deeper than there are layers. Drafts are equal to those of `transformers`'
-`MtpModel`, which counts rotary positions one higher: rotary angles depend only on distances between tokens.
+`MtpModel`, which counts rotary positions one higher: rotary angles depend only on distances between tokens. Next to images, where
+positions do not count tokens, a row has the position of its hidden state, as in vLLM.
 The decoder layers have the model's classes; their tensors determine their kinds (`moe.mtp.names`).
 Rejected: `MtpModel` itself. It needs a loaded model, supports the configurations of a third of the families,
 and does not number its layers so that they can share a cache with the model's own.
@@ -102,7 +103,7 @@ class Drafting(nn.Module):
         return len(self.layers)
 
     def draft(
-        self, depth: int, token_T: Tensor, origin: Origin, position_T: Tensor, pages: Any, logits_R: Tensor
+        self, depth: int, token_T: Tensor, origin: Origin, positions: Tensor, pages: Any, logits_R: Tensor
     ) -> Drafted:
         """Run the MTP layer for a depth; collective if it has experts.
 
@@ -110,7 +111,7 @@ class Drafting(nn.Module):
             depth: Depth of the draft, from 0.
             token_T: int64 token after each row's.
             origin: Hidden states of each row, from the decoder (after its final norm) or from the previous draft.
-            position_T: int64 positions.
+            positions: int64 `Step.model_positions`: [1, T], or [4, 1, T] in tokens, time, height and width.
             pages: Cache.
             logits_R: Rows that need logits.
         """
@@ -118,13 +119,13 @@ class Drafting(nn.Module):
         drafted = None if program is None else program.draft(token_T, origin, pages, logits_R)
         if drafted is not None:
             return drafted
-        hidden_TD = self(depth, token_T, origin.hidden_TD[origin.row_T], position_T, pages)
+        hidden_TD = self(depth, token_T, origin.hidden_TD[origin.row_T], positions, pages)
         net: Any = self._net()
         decoded = Output(BaseModelOutputWithPast(last_hidden_state=hidden_TD[None]))
         return Drafted(project(net, body_of(net), decoded, logits_R), hidden_TD)
 
     def forward(
-        self, depth: int, token_T: Tensor, hidden_TD: Tensor, position_T: Tensor, pages: Any
+        self, depth: int, token_T: Tensor, hidden_TD: Tensor, positions: Tensor, pages: Any
     ) -> Tensor:
         """Run the modules up to the last norm: [T, D]. `hidden_TD` has each row's hidden state; otherwise like `draft`."""
         decoder: Any = self._decoder
@@ -133,18 +134,19 @@ class Drafting(nn.Module):
         joined = torch.cat((head.enorm(embedded), head.hnorm(hidden_TD[None])), dim=-1)
         x = head.eh_proj(joined)
         for block in self._layers[depth % self.num_layers]:
-            x = self._run(block, x, position_T[None], pages)
+            x = self._run(block, x, positions, pages)
         normed: Tensor = head.norm(x)
         return normed[0]
 
     def _run(self, block: MtpBlock, x: Tensor, positions: Tensor, pages: Any) -> Tensor:
         decoder: Any = self._decoder
+        axes, positions = (positions[1:], positions[0]) if positions.dim() == 3 else (positions, positions)
         rotary: Any = getattr(decoder, "rotary_emb", None)
         angles = {}
         if rotary is not None:
             by_kind = "layer_type" in inspect.signature(type(rotary).forward).parameters
             kind = (_attention_kind(decoder.config, block),) if by_kind else ()
-            angles["position_embeddings"] = rotary(x, positions, *kind)
+            angles["position_embeddings"] = rotary(x, axes, *kind)
         out = self.layers[str(block.number)](
             x, attention_mask=self._mask(block, x, positions, pages), position_ids=positions,
             use_cache=True, pages=pages, **angles, **{CACHE: pages},

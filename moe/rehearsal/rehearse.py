@@ -110,7 +110,7 @@ def _rehearse_drafts(model: PreTrainedModel, row_T: Tensor, notes: Notes) -> Non
     width = model.get_input_embeddings().weight.shape[1]
     hidden_TD = torch.empty(len(row_T), width, device="meta", dtype=model.dtype)
     for depth in range(drafting.num_layers):
-        drafting(depth, row_T, hidden_TD, row_T, notes)
+        drafting(depth, row_T, hidden_TD, row_T[None], notes)
 
 
 def _is_row_by_row(layer: torch.nn.Module) -> bool:

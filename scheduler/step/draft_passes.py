@@ -5,7 +5,8 @@ passes; ranks with nothing to draft use padded rows. The first pass runs over al
 included, because the layer attends to its own keys and values of all earlier tokens. With one layer, each deeper pass
 runs it again on the newest draft of each sequence; its cache entry for that place is overwritten when the real token is
 known. With several layers, each runs over all of the step's rows, with tokens shifted one place further. After a
-rejected draft, the entries of the second and later layers stay in the cache, so a later draft may be worse.
+rejected draft, the entries of the second and later layers stay in the cache, so a later draft may be worse. Rows of
+images are shifted like the tokens that they replace, and positions are those of the step, as in vLLM.
 
 A draft is sampled as its token will be: with the request's rules, penalties and structure, and the random number of its
 place. So if layer and model agree on the probabilities, they draw the same token.
@@ -15,6 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from kvcache.images import axes_of, rows_in
 from kvcache.paged_cache import PagedCache
 from kvcache.step import Span
 from moe.model import Model
@@ -39,6 +41,18 @@ class _Line:
     def context(self) -> TokenContext:
         """Context in which the next draft is chosen."""
         return DraftedContext(self.sequence, tuple(self.drafts)) if self.drafts else self.sequence
+
+    def span(self, start: int, length: int, ahead: int) -> Span:
+        """Return the span of rows from position `start` on. Each takes the token `ahead` positions later."""
+        sequence, images = self.sequence, self.sequence.request.images
+        return Span(
+            start,
+            length,
+            sequence.block_ids,
+            is_long=sequence.is_long,
+            axes=axes_of(images, start, length),
+            images=rows_in(images, start + ahead, length),
+        )
 
     def take(self, token_id: int) -> None:
         """Add a draft. Stop drafting after one that ends the answer or completes the structure."""
@@ -97,7 +111,7 @@ class DraftPasses:
             text += line.drafts[unknown : unknown + line.num_rows - len(text)]
             rows = len(text)
             if rows:
-                spans.append(Span(line.start, rows, line.sequence.block_ids, is_long=line.sequence.is_long))
+                spans.append(line.span(line.start, rows, 1 + pass_))
                 hidden += range(line.row, line.row + rows)
             is_decode = line.start >= line.sequence.num_prefill_tokens
             decodes += rows * is_decode
@@ -115,7 +129,7 @@ class DraftPasses:
             place = line.start + line.num_rows
             is_held = place < len(line.sequence.block_ids) * block_tokens
             if len(line.drafts) == pass_ < line.most and is_held:
-                spans.append(Span(place, 1, line.sequence.block_ids, is_long=line.sequence.is_long))
+                spans.append(line.span(place, 1, 1))
                 hidden.append(line.row + line.num_rows - 1)
                 line.start, line.num_rows, line.row = place, 1, len(tokens)
                 tokens.append(line.drafts[-1])

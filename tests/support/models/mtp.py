@@ -225,15 +225,17 @@ def write_mtp_checkpoint(
     num_layers: int = 1,
     seed: int = 0,
     change: Callable[[Tensors], Tensors] = lambda tensors: tensors,
+    model: PreTrainedModel | None = None,
     **settings: Any,
 ) -> Drafter:
     """Write a family's checkpoint with such layers.
 
     Args:
         change: Changes the file's tensors before they are written. The oracle reads the changed tensors too.
+        model: Model with the family's `Published.config`. None makes one with `settings`.
     """
     published = PUBLISHED[family]
-    model = make_model(family, seed, **{**published.config, **settings})
+    model = model or make_model(family, seed, **{**published.config, **settings})
     _tell(model, published, num_layers)
     torch.manual_seed(seed + 1)
     is_known = family != "nemotron_h"

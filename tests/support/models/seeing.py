@@ -90,11 +90,21 @@ class SeenPrompt(NamedTuple):
 
 
 def write_seeing_checkpoint(
-    family: str, directory: Path, seed: int = 0, *, vocab_size: int = VOCABULARY, place: int = PLACE
+    family: str,
+    directory: Path,
+    seed: int = 0,
+    *,
+    vocab_size: int = VOCABULARY,
+    place: int = PLACE,
+    **settings: Any,
 ) -> PreTrainedModel:
-    """Write a checkpoint with a tower of three layers. Return the oracle, `transformers`' whole eager model in float32."""
+    """Write a checkpoint with a tower of three layers. Return the oracle, `transformers`' whole eager model in float32.
+
+    Args:
+        settings: Fields of the text decoder's configuration that differ.
+    """
     per_layer = {"vocab_size_per_layer_input": vocab_size} if family == "gemma4" else {}
-    config = make_config(family, vocab_size=vocab_size, **per_layer)
+    config = make_config(family, vocab_size=vocab_size, **per_layer, **settings)
     vision = config.vision_config
     changes = {"depth": 3, "deepstack_visual_indexes": [0, 2]}
     if family in LINES:
