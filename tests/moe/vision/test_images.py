@@ -25,6 +25,7 @@ NOISY = {"gemma4": 1e-3}
 FAMILIES = (
     "qwen3_vl_moe",
     "qwen3_5_moe",
+    "intern_s2_preview",
     "glm4v_moe",
     "mistral3",
     "mistral_large4",

@@ -213,6 +213,12 @@ def write_intern_s2(directory: Path) -> PreTrainedModel:
     """Write Qwen3.5 MoE's files under Intern-S2-Preview's type, with a tower for time series."""
     oracle = make_model("qwen3_5_moe")
     oracle.save_pretrained(directory)
+    as_intern_s2(directory)
+    return oracle
+
+
+def as_intern_s2(directory: Path) -> None:
+    """Change a written Qwen3.5 MoE to Intern-S2-Preview's type."""
     file = directory / "model.safetensors"
     save_file(
         load_file(file) | {"model.time_series.encoder.weight": torch.zeros(3)},
@@ -225,4 +231,3 @@ def write_intern_s2(directory: Path) -> PreTrainedModel:
         vision_config={**values["vision_config"], "model_type": "intern_s2_preview"},
         auto_map={"AutoConfig": "configuration_interns2_preview.X"},
     )  # fmt: skip
-    return oracle

@@ -16,11 +16,13 @@ from transformers import AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedM
 from kvcache.images import Image
 from moe.vision.tower import Tower
 from tests.support.models.families import VOCABULARY, make_config, seed_special_tensors
+from tests.support.models.published_types import as_intern_s2
 from tests.support.models.tiny_tokenizer import write_tokenizer
 
 ONE_AXIS = ("kimi_k25",)  # positions count the rows of an image
 LINES = ("mistral3", "mistral_large4")  # a token follows each line of an image
 WITH_EXPERTS = ("ernie4_5_vl_moe",)  # for images
+SAME_CLASS = {"intern_s2_preview": "qwen3_5_moe"}  # types that `transformers` lacks
 PLACE = 250  # token of a row of an image
 PART_END, LINE_END, LAST = (
     248,
@@ -104,7 +106,7 @@ def write_seeing_checkpoint(
         settings: Fields of the text decoder's configuration that differ.
     """
     per_layer = {"vocab_size_per_layer_input": vocab_size} if family == "gemma4" else {}
-    config = make_config(family, vocab_size=vocab_size, **per_layer, **settings)
+    config = make_config(SAME_CLASS.get(family, family), vocab_size=vocab_size, **per_layer, **settings)
     vision = config.vision_config
     changes = {"depth": 3, "deepstack_visual_indexes": [0, 2]}
     if family in LINES:
@@ -140,6 +142,8 @@ def write_seeing_checkpoint(
             if "language_model" not in name and "lm_head" not in name and tensor.dim() > 1:
                 tensor.copy_(torch.randn(tensor.shape, generator=generator) / tensor[0].numel() ** 0.5)
     model.save_pretrained(directory)
+    if family == "intern_s2_preview":
+        as_intern_s2(directory)
     return model
 
 
