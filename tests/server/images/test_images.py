@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 STEPS = 24
 WIDE, TALL, SMALL = png(112, 56, 1), png(56, 112, 2), png(30, 30, 3)
 WHERE = "messages.0.content.0.image_url.url"
-Parts = Sequence[str | bytes]  # texts and picture files
+Parts = Sequence[str | bytes]  # texts, picture files, and http URLs of pictures
 
 
 class Oracle:
@@ -105,11 +105,12 @@ def service(
 
 
 def content_of(parts: Parts) -> list[dict[str, Any]]:
+    urls = [data_url(part) if isinstance(part, bytes) else part for part in parts]
     return [
-        {"type": "text", "text": part}
-        if isinstance(part, str)
-        else {"type": "image_url", "image_url": {"url": data_url(part)}}
-        for part in parts
+        {"type": "image_url", "image_url": {"url": url}}
+        if url.startswith(("data:", "http:"))
+        else {"type": "text", "text": url}
+        for url in urls
     ]
 
 
