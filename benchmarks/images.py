@@ -2,22 +2,31 @@
 
 A real service with a random Qwen3-VL-MoE of moderate size (or a given model). New images of 448 x 448 and 1,344 x 1,344 pixels are sent
 one after the other; /metrics has the times of fetch, decoding, image processor and tower, and the rest of the time to the first
-token is the rank's prefill with HTTP. Then each image is sent again. At last, eight streams decode alone, and again while twenty
-new images arrive.
+token is the rank's prefill with HTTP. Then each image is sent again, with another question, and by an http URL.
+
+At last, eight streams decode in turn: alone; while twenty new images arrive, with each scheduling policy of the encoder process; while
+these images arrive again, already encoded; and while as many texts of the same length arrive. The last two come when the first
+tokens of the new images came. Both differ from the streams alone by the prefill of the prompts, and new images differ
+from them by the encoder process.
 
 Expected bound: the tower takes its operations (2 x parameters x patches, and attention) over the rate of one thread; a repeated
 image costs its digest and the last tokens of its prompt, because its prefix is cached; streams lose what the encoder
 process takes from the cores with its low priority. Goals: a repeated image at most 0.2 of a new one.
 
-Run: `python -m benchmarks.images [MODEL] [--ranks 1] [--rounds 5] [--save]`. Needs Pillow. The default model takes a few minutes.
+Run: `python -m benchmarks.images [MODEL] [--ranks 1] [--rounds 5] [--save]`. Needs Pillow, and root to change policies. The default
+model takes ten minutes.
 """
 
 import argparse
 import asyncio
+import base64
+import os
 import statistics
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +43,15 @@ from tests.support.requests.pictures import data_url, png_of
 
 SIZES = (448, 1344)  # pixels of a side
 PARTS = ("fetch", "decode", "process", "tower")
-STREAMS, IMAGES, TOKENS = 8, 20, 200
+STREAMS, IMAGES, TOKENS = 8, 20, 500
+NICE, IDLE, ENCODED, TEXTS, ALONE = (
+    "new images, niceness",
+    "new images, SCHED_IDLE",
+    "encoded images",
+    "texts",
+    "alone",
+)
+POLICIES = {NICE: os.SCHED_OTHER, IDLE: os.SCHED_IDLE}
 CHAT = "/v1/chat/completions"
 
 
@@ -46,16 +63,61 @@ class SizeFigures(NamedTuple):
     new_ttft_s: float
     repeated_ttft_s: float
     repeated_share: float
+    other_question_ttft_s: float
+    fetched_ttft_s: float  # the same image and question, by an http URL
+    fetch_s: float
     parts_s: dict[str, float]  # of a new image, with "prefill and HTTP" as the rest
 
 
 class StreamFigures(NamedTuple):
-    """Times between tokens of running streams, in milliseconds."""
+    """Times between tokens of running streams, in milliseconds: medians over rounds of each round's percentile."""
 
-    alone_p50_ms: float
-    alone_p99_ms: float
-    with_images_p50_ms: float
-    with_images_p99_ms: float
+    p50_ms: float
+    p99_ms: float
+    total_s: float  # until the last stream ended
+    last_first_s: float  # until the last first token of the other requests
+    num_refused: int  # of the other requests, in all rounds: the encoder took longer than the service waits
+
+
+class Gaps(NamedTuple):
+    """One run of the streams."""
+
+    gaps_ms: list[float]
+    total_s: float
+    first_s: list[float]  # first tokens of the other requests, counted from the first of these requests
+    num_refused: int
+
+
+class Pictures:
+    """An HTTP server of pictures on this machine."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, bytes] = {}
+        files = self._files
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                content = files[self.path]
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, *_: object) -> None:
+                """Print nothing."""
+
+        self._server = ThreadingHTTPServer((HOST, 0), Handler)
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def url_of(self, data_url: str) -> str:
+        """Return an http URL of a data URL's file."""
+        path = f"/{len(self._files)}.png"
+        self._files[path] = base64.b64decode(data_url.partition(",")[2])
+        return f"http://{HOST}:{self._server.server_port}{path}"
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.shutdown()
 
 
 def picture(side: int, seed: int) -> str:
@@ -72,13 +134,14 @@ def chat(content: Sequence[Mapping[str, Any]], num_tokens: int) -> dict[str, Any
     return {"messages": [message], "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, **STREAMED}
 
 
-def about(url: str, num_tokens: int = 1) -> dict[str, Any]:
-    """Return the body of a chat about an image."""
+def about(url: str, *, before: str = "", question: str = "What is this?") -> dict[str, Any]:
+    """Return the body of a chat about an image, with one token as the answer."""
     parts: list[dict[str, Any]] = [
+        {"type": "text", "text": before},
         {"type": "image_url", "image_url": {"url": url}},
-        {"type": "text", "text": "What is this?"},
+        {"type": "text", "text": question},
     ]
-    return chat(parts, num_tokens)
+    return chat(parts if before else parts[1:], 1)
 
 
 def seconds_of_parts(url: str) -> dict[str, float]:
@@ -98,16 +161,23 @@ async def ask(client: StreamClient, body: Mapping[str, Any]) -> StreamedAnswer:
     return answer
 
 
-async def measure_size(client: StreamClient, url: str, side: int, rounds: int) -> SizeFigures:
-    """Send new images and each one again."""
-    new, repeated, parts = [], [], []
+async def measure_size(
+    client: StreamClient, url: str, side: int, rounds: int, pictures: Pictures
+) -> SizeFigures:
+    """Send new images and each one again, with another question, and by an http URL."""
+    new, repeated, other, fetched, fetches, parts = [], [], [], [], [], []
     for number in range(rounds):
-        body = about(picture(side, seed=1000 * side + number))
+        image = picture(side, seed=1000 * side + number)
+        body = about(image)
         before = seconds_of_parts(url)
         first = await ask(client, body)
         after = seconds_of_parts(url)
         again = await ask(client, body)
         assert again.cached_tokens > first.prompt_tokens // 2, "the prefix of a repeated image is cached"
+        other.append(ttft_s(await ask(client, about(image, question="Where is the cat on the mat?"))))
+        fetched_before = seconds_of_parts(url)["fetch"]
+        fetched.append(ttft_s(await ask(client, about(pictures.url_of(image)))))
+        fetches.append(seconds_of_parts(url)["fetch"] - fetched_before)
         new.append(ttft_s(first))
         repeated.append(ttft_s(again))
         parts.append({part: after[part] - before[part] for part in PARTS})
@@ -115,34 +185,102 @@ async def measure_size(client: StreamClient, url: str, side: int, rounds: int) -
     first_s = statistics.median(new)
     median["prefill and HTTP"] = first_s - sum(median.values())
     again_s = statistics.median(repeated)
-    return SizeFigures(side, first.prompt_tokens, first_s, again_s, again_s / first_s, median)
+    other_s, fetched_s, fetch_s = (statistics.median(each) for each in (other, fetched, fetches))
+    return SizeFigures(
+        side, first.prompt_tokens, first_s, again_s, again_s / first_s, other_s, fetched_s, fetch_s, median
+    )
 
 
-async def stream_gaps(client: StreamClient, images: Sequence[str]) -> list[float]:
-    """Run the streams while images arrive. Return the times between their tokens, in milliseconds."""
+async def stream_gaps(
+    client: StreamClient, bodies: Sequence[Mapping[str, Any]], delays_s: Sequence[float] = ()
+) -> Gaps:
+    """Run the streams while other requests arrive: all at once, or after these delays."""
     text = [{"type": "text", "text": "the cat sat on the mat"}]
     streams = [asyncio.create_task(ask(client, chat(text, TOKENS))) for _ in range(STREAMS)]
     await asyncio.sleep(0.2)  # they decode
-    others = [asyncio.create_task(ask(client, about(url))) for url in images]
+
+    async def later(body: Mapping[str, Any], delay_s: float) -> StreamedAnswer:
+        await asyncio.sleep(delay_s)
+        return await client.ask(CHAT, body)
+
+    pairs = zip(bodies, delays_s or [0.0] * len(bodies), strict=False)
+    others = [asyncio.create_task(later(*pair)) for pair in pairs]
     answers = await asyncio.gather(*streams)
-    await asyncio.gather(*others)
-    return [1e3 * (b - a) for answer in answers for a, b in pairwise(answer.arrivals_s)]
+    found = await asyncio.gather(*others)
+    begun_s = min((each.start_s for each in found), default=0.0)
+    return Gaps(
+        [1e3 * (b - a) for answer in answers for a, b in pairwise(answer.arrivals_s)],
+        max(each.end_s for each in answers) - min(each.start_s for each in answers),
+        sorted(each.first_s - begun_s for each in found if not each.failure),
+        sum(bool(each.failure) for each in found),
+    )
 
 
-async def measure(url: str, rounds: int) -> tuple[list[SizeFigures], StreamFigures]:
+def set_policy(service: Service, policy: int) -> None:
+    """Set the scheduling policy of the encoder process."""
+    [pid] = [pid for pid in service.pids() if b"image-encoder" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        os.sched_setscheduler(int(task.name), policy, os.sched_param(0))
+
+
+async def texts_of(client: StreamClient, num_tokens: int, number: int) -> list[dict[str, Any]]:
+    """Return chats with this number of prompt tokens and no common prefix."""
+
+    def text(at: int, words: int) -> dict[str, Any]:
+        return chat([{"type": "text", "text": f"{number:03}.{at:03}{' mat' * words}"}], 1)
+
+    few, many = [(await ask(client, text(999, words))).prompt_tokens for words in (10, 110)]
+    words = 10 + round((num_tokens - few) * 100 / (many - few))
+    return [text(at, words) for at in range(IMAGES)]
+
+
+async def measure_streams(
+    client: StreamClient, service: Service, rounds: int
+) -> tuple[dict[str, StreamFigures], int]:
+    """Run the streams next to everything, in turn. Return the figures, and the tokens of each prompt."""
+    found: dict[str, list[Gaps]] = {name: [] for name in (ALONE, NICE, IDLE, ENCODED, TEXTS)}
+    await stream_gaps(client, ())
+    num_tokens = 0
+    for number in range(rounds):
+        found[ALONE].append(await stream_gaps(client, ()))
+        for name in sorted(POLICIES, reverse=number % 2 == 1):
+            set_policy(service, POLICIES[name])
+            seeds = range(1000 * number, 1000 * number + IMAGES)
+            images = [picture(SIZES[0], seed + (500 if name == IDLE else 0)) for seed in seeds]
+            bodies = [about(image, before=f"{number:03}.{at:03}") for at, image in enumerate(images)]
+            found[name].append(await stream_gaps(client, bodies))
+        # The images of the last policy again, after other texts, so that no prefix of them is cached.
+        again = [about(image, before=f"{number:03}:{at:03}") for at, image in enumerate(images)]
+        num_tokens = (await ask(client, about(images[0], before=f"{number:03}?999"))).prompt_tokens
+        arrivals_s = found[NICE][-1].first_s
+        found[ENCODED].append(await stream_gaps(client, again, arrivals_s))
+        texts = await texts_of(client, num_tokens, number)
+        found[TEXTS].append(await stream_gaps(client, texts, arrivals_s))
+    figures = {}
+    for name, runs in found.items():
+        p50, p99 = (
+            statistics.median(percentile(run.gaps_ms, percent) for run in runs) for percent in (50, 99)
+        )
+        total_s = statistics.median(run.total_s for run in runs)
+        last_s = statistics.median(max(run.first_s, default=0.0) for run in runs)
+        num_refused = sum(run.num_refused for run in runs)
+        figures[name] = StreamFigures(p50, p99, total_s, last_s, num_refused)
+    return figures, num_tokens
+
+
+async def measure(
+    service: Service, rounds: int, sizes: Sequence[int]
+) -> tuple[list[SizeFigures], dict[str, StreamFigures], int]:
     """Run all measurements on a service."""
+    url, pictures = f"http://{HOST}:{service.port}", Pictures()
     client = StreamClient(url)
     try:
         await ask(client, about(picture(SIZES[0], seed=1)))  # starts the encoder
-        sizes = [await measure_size(client, url, side, rounds) for side in SIZES]
-        await stream_gaps(client, ())
-        alone = await stream_gaps(client, ())
-        images = [picture(SIZES[0], seed=number) for number in range(100, 100 + IMAGES)]
-        loaded = await stream_gaps(client, images)
+        figures = [await measure_size(client, url, side, rounds, pictures) for side in sizes]
+        return figures, *await measure_streams(client, service, rounds)
     finally:
         client.close()
-    figures = [percentile(gaps, percent) for gaps in (alone, loaded) for percent in (50, 99)]
-    return sizes, StreamFigures(*figures)
+        pictures.close()
 
 
 def main() -> int:
@@ -153,30 +291,37 @@ def main() -> int:
     )
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="pixels of a side")
     parser.add_argument("--save", action="store_true")
     given = parser.parse_args()
     card = environment_card()
     print_card(card)
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as log:
         model = given.model or str(write_random_model(Path(folder) / "model"))
-        flags = ["-dp", str(given.ranks), "--max-model-len", "8K"]
+        flags = ["-dp", str(given.ranks), "--max-model-len", "8K", "--allowed-media-domains", HOST]
         with Service(model, flags, log) as service:
-            sizes, streams = asyncio.run(measure(f"http://{HOST}:{service.port}", given.rounds))
+            sizes, streams, num_tokens = asyncio.run(measure(service, given.rounds, given.sizes))
     for each in sizes:
         shares = ", ".join(f"{part} {seconds * 1e3:.0f} ms" for part, seconds in each.parts_s.items())
         print(
             f"{each.pixels} x {each.pixels}, {each.prompt_tokens} tokens: {each.new_ttft_s * 1e3:.0f} ms to the first token "
-            f"({shares}); again {each.repeated_ttft_s * 1e3:.0f} ms, {each.repeated_share:.2f} of it"
+            f"({shares}); again {each.repeated_ttft_s * 1e3:.0f} ms, {each.repeated_share:.2f} of it; another question "
+            f"{each.other_question_ttft_s * 1e3:.0f} ms; by http {each.fetched_ttft_s * 1e3:.0f} ms, {each.fetch_s * 1e3:.1f} of "
+            f"these for the fetch"
         )
-    print(
-        f"ITL of {STREAMS} streams: {streams.alone_p50_ms:.1f} ms (p99 {streams.alone_p99_ms:.1f}) alone, "
-        f"{streams.with_images_p50_ms:.1f} ms (p99 {streams.with_images_p99_ms:.1f}) while {IMAGES} images arrive"
-    )
+    print(f"Times between tokens of {STREAMS} streams next to {IMAGES} prompts of {num_tokens} tokens:")
+    for name, figures in streams.items():
+        print(
+            f"  {name}: p50 {figures.p50_ms:.1f} ms, p99 {figures.p99_ms:.1f} ms; all streams {figures.total_s:.1f} s; last first "
+            f"token after {figures.last_first_s:.1f} s; {figures.num_refused} refused"
+        )
     result = {
         "benchmark": "images",
         "environment": card,
         "sizes": [each._asdict() for each in sizes],
-        "streams": streams._asdict(),
+        "rounds": given.rounds,
+        "prompt_tokens": num_tokens,
+        "streams": {name: figures._asdict() for name, figures in streams.items()},
     }
     if given.save:
         save_result("images", result)
