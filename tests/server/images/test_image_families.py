@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,14 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from transformers import AutoTokenizer, PreTrainedModel
-from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+from transformers import AutoImageProcessor, AutoTokenizer, PreTrainedModel
 from transformers.models.llama4.processing_llama4 import Llama4Processor
 
 pytest.importorskip("PIL", reason="needs Pillow: pip install 'wideep[images]'")
 from PIL import Image
 
 from server.front.images.tiles import TileProcessor
-from tests.support.models.seeing import SHOWN, write_seeing_model
+from tests.support.models.seeing import MERGE, SHOWN, write_seeing_model
 from tests.support.requests.pictures import data_url, png
 from tests.support.service.real_service import START_S, RealService
 
@@ -29,22 +29,41 @@ Parts = Sequence[str | bytes]  # texts and picture files
 
 
 class Seen:
-    """Runs a processor on a picture. Returns the inputs of the model, and the text of its tokens."""
+    """Runs a processor on pictures. Returns the inputs of the model, and the text of each picture's tokens.
+
+    The text is written as by `transformers`' processors, which need torchvision.
+    """
 
     def __init__(self, family: str, directory: Path) -> None:
-        self._is_tiled = family == "llama4"
-        kind: Any = TileProcessor if self._is_tiled else Gemma4ImageProcessorPil
-        self._processor = kind.from_pretrained(directory, local_files_only=True)
+        own = TileProcessor if family == "llama4" else None  # transformers' own needs torchvision
+        read = partial((own or AutoImageProcessor).from_pretrained, directory, local_files_only=True)
+        self._processor: Any = read() if own else read(backend="pil")
+        self._mark, self._merged = SHOWN[family].mark, 14 * MERGE  # pixels of a row
 
-    def __call__(self, content: bytes) -> tuple[dict[str, torch.Tensor], str]:
-        """Process one picture."""
-        picture = Image.open(BytesIO(content)).convert("RGB")
-        inputs = dict(self._processor(images=[picture], return_tensors="pt"))
-        if not self._is_tiled:
-            [num_rows] = inputs.pop("num_soft_tokens_per_image").tolist()
-            return inputs, f"<|image>{'<|image|>' * num_rows}<image|>"
-        [canvas] = inputs.pop("aspect_ratios").tolist()
-        return inputs, Llama4Processor._prompt_split_image(None, canvas, 4)
+    def __call__(self, contents: Sequence[bytes]) -> tuple[dict[str, torch.Tensor], list[str]]:
+        """Process the pictures of a message."""
+        pictures = [Image.open(BytesIO(content)).convert("RGB") for content in contents]
+        if self._mark == "[IMG]" and pictures:  # it pads the pictures of a batch to one size
+            inputs = dict(self._processor(images=pictures, return_tensors="pt", patch_size=self._merged))
+        else:
+            seen = [dict(self._processor(images=[picture], return_tensors="pt")) for picture in pictures]
+            inputs = {name: torch.cat([each[name] for each in seen]) for name in (seen[0] if seen else ())}
+        if "image_sizes" in inputs:
+            sizes = [
+                (height // self._merged, width // self._merged) for height, width in inputs["image_sizes"]
+            ]
+            return inputs, [
+                "[IMG_BREAK]".join(["[IMG]" * columns] * lines) + "[IMG_END]" for lines, columns in sizes
+            ]
+        if "image_grid_thw" in inputs:
+            before, place, after = re.findall(r"<.*?>", self._mark)
+            counts = [int(grid.prod()) // MERGE**2 for grid in inputs["image_grid_thw"]]
+            return inputs, [f"{before}{place * count}{after}" for count in counts]
+        if "num_soft_tokens_per_image" in inputs:
+            counts = inputs.pop("num_soft_tokens_per_image").tolist()
+            return inputs, [f"<|image>{'<|image|>' * count}<image|>" for count in counts]
+        canvases = inputs.pop("aspect_ratios").tolist() if pictures else []
+        return inputs, [Llama4Processor._prompt_split_image(None, canvas, 4) for canvas in canvases]
 
 
 class Oracle:
@@ -63,11 +82,9 @@ class Oracle:
         text = self._tokenizer.apply_chat_template(
             [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
         )
-        seen = [self._seen(part) for part in parts if isinstance(part, bytes)]
-        texts = iter([text for _, text in seen])
+        inputs, of_pictures = self._seen([part for part in parts if isinstance(part, bytes)])
+        texts = iter(of_pictures)
         text = re.sub(re.escape(self._mark), lambda _found: next(texts), text)
-        names = seen[0][0] if seen else ()
-        inputs = {name: torch.cat([each[name] for each, _ in seen]) for name in names}
         ids = self._tokenizer.encode(text, add_special_tokens=False)
         return {"input_ids": torch.tensor([ids]), **inputs}
 
@@ -77,7 +94,7 @@ class Oracle:
         inputs = self.prompt(parts)
         num_prompt = inputs["input_ids"].shape[1]
         for _ in range(STEPS):
-            if "image_position_ids" in inputs:
+            if {"image_position_ids", "image_grid_thw"} & set(inputs):
                 inputs["mm_token_type_ids"] = (inputs["input_ids"] == self._place).int()
             logits = self._model(**inputs).logits[0, -1]
             inputs["input_ids"] = torch.cat((inputs["input_ids"], logits.argmax()[None, None]), dim=1)

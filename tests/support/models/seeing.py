@@ -141,6 +141,11 @@ def write_seeing_checkpoint(
         for name, tensor in model.named_parameters():
             if "language_model" not in name and "lm_head" not in name and tensor.dim() > 1:
                 tensor.copy_(torch.randn(tensor.shape, generator=generator) / tensor[0].numel() ** 0.5)
+        # No answer has the token of a row: `transformers` would count it as one of an image.
+        model.get_output_embeddings().weight[place] = 0
+        # The tokenizer's first token is also the padding token. With zeros, all scores of an attention's index would be equal.
+        embedding = model.get_input_embeddings().weight
+        embedding[0] = torch.randn(embedding.shape[1], generator=generator) * embedding[1:].std()
     model.save_pretrained(directory)
     if family == "intern_s2_preview":
         as_intern_s2(directory)
@@ -276,6 +281,29 @@ SHOWN = {
     ),
 }
 _SHOWN_AS_QWEN = Shown("<|vision_start|><|image_pad|><|vision_end|>", SPECIAL_TOKENS, IMAGE_TOKEN, PROCESSOR)
+_SHOWN_AS_PIXTRAL = Shown(
+    "[IMG]",
+    ("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+    place=2,
+    processor={
+        "image_processor_type": "PixtralImageProcessorFast",  # as published
+        "size": {"longest_edge": 14 * 16},
+        "patch_size": 14,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    },
+)
+SHOWN |= {
+    "glm4v_moe": Shown(
+        "<|begin_of_image|><|image|><|end_of_image|>",
+        ("<|image|>", "<|video|>", "<|begin_of_image|>", "<|end_of_image|>"),
+        place=2,
+        processor={**PROCESSOR, "image_processor_type": "Glm4vImageProcessor"},
+    ),
+    "mistral3": _SHOWN_AS_PIXTRAL,
+    "mistral_large4": _SHOWN_AS_PIXTRAL,
+    "qwen3_5_moe": _SHOWN_AS_QWEN,
+}
 
 
 def write_seeing_model(directory: Path, family: str = "qwen3_vl_moe") -> PreTrainedModel:
