@@ -47,6 +47,8 @@ class Dispatched(NamedTuple):
     row_P: Tensor  # int64: the row of each pair, pairs ordered by local slot, then source rank, token, choice
     slot_offsets: Tensor  # int64 [S+1]: the pairs of local slot s are [offsets[s], offsets[s+1])
     handle: DispatchHandle
+    # int64: the labels of the rows, if they were sent; undefined for rows without a pair
+    label_N: Tensor | None = None
 
 
 class Waits(NamedTuple):

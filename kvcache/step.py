@@ -81,6 +81,8 @@ class Step:
         # Whether any row has an adapter. `adapter_T` has their places, -1 for rows without one.
         self.has_adapters = False
         self.adapter_T = torch.full((padded,), -1, dtype=torch.int64)
+        # Whether any place has an adapter. Then rows of other ranks may use it.
+        self.has_placed = False
         # Rows that the output projection gets; set before a forward.
         self.projected_R: torch.Tensor | None = None
         self.has_states = False  # whether the model keeps states; set with its cache

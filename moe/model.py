@@ -178,6 +178,7 @@ class Model:
                 skeleton.experts,
                 self.layers,
                 held,
+                step,
                 most_loaded=most_adapters,
                 dtype=_factor_dtype(lora_dtype, dtype, self.checkpoint),
             )

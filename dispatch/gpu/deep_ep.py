@@ -28,6 +28,8 @@ from dispatch.gpu.dispatcher import DeviceDispatcher
 from dispatch.gpu.kernels.pairs import PairOrders, combine_pairs
 from dispatch.row_formats import describe_rows
 
+NO_LABELS = "DeepEP carries no labels, so the start refuses adapters with it"
+
 
 def open_deep_ep(
     group: dist.ProcessGroup,
@@ -74,6 +76,7 @@ class _Received(NamedTuple):
     row_P: Tensor
     slot_offsets: Tensor
     num_pairs: int
+    label_N: Tensor | None = None
 
 
 class _Buffers:
@@ -168,9 +171,15 @@ class _Normal(_DeepEpPairs):
         self._orders = PairOrders(buffers.slots_per_rank, device)
 
     def dispatch(
-        self, x_TH: Tensor, slots_TK: Tensor, capacity: int, meanwhile: Launches = nothing
+        self,
+        x_TH: Tensor,
+        slots_TK: Tensor,
+        capacity: int,
+        meanwhile: Launches = nothing,
+        label_T: Tensor | None = None,
     ) -> "_Received":
         """This call waits for the device."""
+        assert label_T is None, NO_LABELS
         meanwhile()
         buffers, (T, K) = self._buffers, slots_TK.shape
         self._buffer = buffers.normal(x_TH.shape[1])
@@ -204,8 +213,14 @@ class _LowLatency(_DeepEpPairs):
     """DeepEP's low-latency calls. Torch operators that do not block the host convert its blocks to pairs and back."""
 
     def dispatch(
-        self, x_TH: Tensor, slots_TK: Tensor, capacity: int, meanwhile: Launches = nothing
+        self,
+        x_TH: Tensor,
+        slots_TK: Tensor,
+        capacity: int,
+        meanwhile: Launches = nothing,
+        label_T: Tensor | None = None,
     ) -> "_Received":
+        assert label_T is None, NO_LABELS
         buffers, L, K = self._buffers, self._buffers.slots_per_rank, slots_TK.shape[1]
         self._buffer, self._slots_TK = buffers.low_latency(capacity, x_TH.shape[1]), slots_TK
         received, count_L, self._handle, _, receive = self._buffer.low_latency_dispatch(

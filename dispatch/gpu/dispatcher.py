@@ -38,6 +38,7 @@ class ReceivedPairs(Protocol):
         x_NH: Rows, contiguous; rows without a pair are undefined.
         row_P: int64 [num_pairs], the row of each pair. slot_offsets: int64 [S+1].
         num_pairs: Length of `row_P` and of the answers: the pairs, or their maximum if the host does not count them.
+        label_N: int64, the labels of the rows; undefined for rows without a pair. None if none were sent.
     """
 
     @property
@@ -48,6 +49,8 @@ class ReceivedPairs(Protocol):
     def slot_offsets(self) -> Tensor: ...
     @property
     def num_pairs(self) -> int: ...
+    @property
+    def label_N(self) -> Tensor | None: ...
 
 
 class PairExchange(Protocol):
@@ -68,7 +71,12 @@ class PairExchange(Protocol):
         """Return the bytes sent to each rank so far, by dispatches and by combines. May wait for the device."""
 
     def dispatch(
-        self, x_TH: Tensor, slots_TK: Tensor, capacity: int, meanwhile: Launches = nothing
+        self,
+        x_TH: Tensor,
+        slots_TK: Tensor,
+        capacity: int,
+        meanwhile: Launches = nothing,
+        label_T: Tensor | None = None,
     ) -> ReceivedPairs:
         """Send each token once to every rank that holds one of its choices.
 
@@ -76,6 +84,7 @@ class PairExchange(Protocol):
             x_TH: [T, H], contiguous. slots_TK: int64, contiguous; a value that is not a slot is no choice.
             capacity: Most tokens of any rank; 0 for no limit.
             meanwhile: Launches other work of this rank, which runs while rows travel. Called once.
+            label_T: int64, a number from -1 to `pairs.MOST_LABEL` that travels with each token. Given on all ranks or none.
         """
 
     def combine(
@@ -152,12 +161,17 @@ class DeviceDispatcher:
         ]
 
     def dispatch(
-        self, x_TH: Tensor, slots_TK: Tensor, mode: Mode = NORMAL, meanwhile: Launches = nothing
+        self,
+        x_TH: Tensor,
+        slots_TK: Tensor,
+        mode: Mode = NORMAL,
+        meanwhile: Launches = nothing,
+        label_T: Tensor | None = None,
     ) -> Dispatched:
         """Dispatch as `Dispatcher.dispatch`. Slots are not checked: a slot out of range is no choice. P may be room.
 
         Args:
-            meanwhile: See `PairExchange.dispatch`.
+            meanwhile, label_T: See `PairExchange.dispatch`.
 
         Raises:
             ValueError: An argument is bad; all other ranks get PeerRefused.
@@ -169,7 +183,9 @@ class DeviceDispatcher:
         problem = dispatch_problem(x_TH, slots_TK, mode, self.device) or dtype_problem("x_TH", x_TH, STORED)
         if problem:
             self._refuse(problem)
-        received = self._last.dispatch(x_TH.contiguous(), slots_TK.contiguous(), mode.capacity, meanwhile)
+        received = self._last.dispatch(
+            x_TH.contiguous(), slots_TK.contiguous(), mode.capacity, meanwhile, label_T
+        )
         return self._dispatched(x_TH, slots_TK, received)
 
     @property
@@ -177,11 +193,14 @@ class DeviceDispatcher:
         """Whether `dispatch_experts` may be called: there is one rank."""
         return isinstance(self._normal, LocalPairs)
 
-    def dispatch_experts(self, x_TH: Tensor, choices: ExpertChoices) -> Dispatched:
+    def dispatch_experts(
+        self, x_TH: Tensor, choices: ExpertChoices, label_T: Tensor | None = None
+    ) -> Dispatched:
         """Dispatch to the slots of chosen experts, and count the choices; on one rank. P is room.
 
         Args:
             x_TH: [T, H]. choices: See `ExpertChoices`; ids int64 [T, K].
+            label_T: See `PairExchange.dispatch`.
 
         Raises:
             ValueError: An argument is bad.
@@ -192,13 +211,13 @@ class DeviceDispatcher:
         problem = dispatch_problem(x_TH, choices.ids_TK, NORMAL, self.device)
         if problem := problem or dtype_problem("x_TH", x_TH, STORED):
             self._refuse(problem)
-        received = self._normal.dispatch_experts(x_TH.contiguous(), choices)
+        received = self._normal.dispatch_experts(x_TH.contiguous(), choices, label_T)
         return self._dispatched(x_TH, choices.ids_TK, received)
 
     def _dispatched(self, x_TH: Tensor, choices_TK: Tensor, received: ReceivedPairs) -> Dispatched:
         (T, H), K = x_TH.shape, choices_TK.shape[1]
         handle = DispatchHandle(self._call, T, K, H, x_TH.dtype, received.num_pairs)
-        return Dispatched(received.x_NH, received.row_P, received.slot_offsets, handle)
+        return Dispatched(received.x_NH, received.row_P, received.slot_offsets, handle, received.label_N)
 
     def combine(
         self,
@@ -270,18 +289,25 @@ class LocalPairs:
         return [0], [0]
 
     def dispatch(
-        self, x_TH: Tensor, slots_TK: Tensor, capacity: int, meanwhile: Launches = nothing
+        self,
+        x_TH: Tensor,
+        slots_TK: Tensor,
+        capacity: int,
+        meanwhile: Launches = nothing,
+        label_T: Tensor | None = None,
     ) -> "LocalPairs":
         """Return room for T*K pairs."""
         meanwhile()
-        return self._received(x_TH, self._orders.order(slots_TK))
+        return self._received(x_TH, self._orders.order(slots_TK), label_T)
 
-    def dispatch_experts(self, x_TH: Tensor, choices: ExpertChoices) -> "LocalPairs":
+    def dispatch_experts(
+        self, x_TH: Tensor, choices: ExpertChoices, label_T: Tensor | None = None
+    ) -> "LocalPairs":
         """Return room for T*K pairs."""
-        return self._received(x_TH, self._orders.order_experts(choices))
+        return self._received(x_TH, self._orders.order_experts(choices), label_T)
 
-    def _received(self, x_TH: Tensor, order: PairsOnDevice) -> "LocalPairs":
-        self._order = order
+    def _received(self, x_TH: Tensor, order: PairsOnDevice, label_T: Tensor | None) -> "LocalPairs":
+        self._order, self.label_N = order, label_T
         self.row_P, self.slot_offsets, self.num_pairs = order.row_P, order.slot_offsets, len(order.row_P)
         self.x_NH = fp8.dequantise_fp8(*fp8.quantise_fp8(x_TH), x_TH.dtype) if self._is_fp8 else x_TH
         return self

@@ -22,7 +22,7 @@ from dispatch.dispatched import Launches, nothing
 from dispatch.gpu.calls import DeviceCalls, kind_of
 from dispatch.gpu.kernels import low_latency as kernels
 from dispatch.gpu.kernels.casts import STORED, as_stored
-from dispatch.gpu.kernels.pairs import DeviceRoom, chunk_of, order_pairs
+from dispatch.gpu.kernels.pairs import SLOT_BITS, DeviceRoom, chunk_of, order_pairs
 from dispatch.gpu.symmetric import CombineContents, DispatchContents, OpenMemory
 from dispatch.low_latency.calls import (
     BlockCombine,
@@ -36,7 +36,8 @@ from dispatch.low_latency.calls import (
 _TILE_GROUPS = 8  # blocks of 128 channels that a program casts or sums at once: 1,024 elements
 _WARPS = 8
 _TOKENS = 64  # tokens per tile of a program that reads choices
-_DISPATCH, _COMBINE = "dispatch of pairs", "combine of pairs"  # of the service, for messages and flags
+# Calls of the service, for messages and flags.
+_DISPATCH, _LABELLED, _COMBINE = "dispatch of pairs", "dispatch of labelled pairs", "combine of pairs"
 
 
 class DeviceExchange(DeviceCalls):
@@ -69,6 +70,7 @@ class DeviceExchange(DeviceCalls):
         topk_TK: Tensor,
         sent_TK: Tensor,
         *,
+        label_T: Tensor | None = None,
         round_scale: bool = False,
     ) -> None:
         """Begin a dispatch, and write this rank's rows to its peers. `doing` is the one of `_post`."""
@@ -76,7 +78,7 @@ class DeviceExchange(DeviceCalls):
         begins = self._begin(contents.num_bytes, shape.max_tokens)
         at = self.layout.contents_at
         kernels.send_rows[(shape.max_tokens,)](
-            as_stored(x_TH), topk_TK, sent_TK, self.sent_bytes, self.memory.peers, self.mask, self.calls, self.ended,
+            as_stored(x_TH), topk_TK, label_T, sent_TK, self.sent_bytes, self.memory.peers, self.mask, self.calls, self.ended,
             x_TH.shape[0], self.rank, self.layout.half_bytes, at, at + contents.rows_at, at + contents.staging_at,
             kind_of(doing, shape),
             R=shape.world_size, L=shape.experts_per_rank, M=shape.max_tokens, K=shape.choices, K_PAD=_padded(shape),
@@ -131,9 +133,13 @@ class PairResult:
         x_NH: [R*M, H], a row for each token of each rank; rows without a choice on this rank are undefined.
         row_P: int64 [num_pairs], undefined after the last pair. slot_offsets: int64 [L+1].
         at_NK: int32, the pair of each choice. sent_TK: int64 [M, K], the choices of this rank's tokens.
+        label_N: int64, the labels of the rows; undefined for rows without a choice. None if there are no labels.
     """
 
-    def __init__(self, shape: LowLatencyShape, x_NH: Tensor, row_P: Tensor) -> None:
+    def __init__(
+        self, shape: LowLatencyShape, x_NH: Tensor, row_P: Tensor, label_N: Tensor | None = None
+    ) -> None:
+        self.label_N = label_N
         self.shape, self.x_NH, self.row_P, self.num_pairs = shape, x_NH, row_P, row_P.shape[0]
         L, N, M, K = shape.experts_per_rank, shape.rows_per_expert, shape.max_tokens, shape.choices
         self.slot_offsets = torch.zeros(L + 1, dtype=torch.int64, device=row_P.device)
@@ -163,28 +169,40 @@ class LowLatencyPairs(DeviceExchange):
     ) -> None:
         super().__init__(open_memory, world_size, **options)
         self._slots_per_rank, self._is_fp8 = slots_per_rank, is_fp8
-        self._results: dict[LowLatencyShape, PairResult] = {}
+        self._results: dict[tuple[LowLatencyShape, bool], PairResult] = {}  # by whether there are labels
         self._rows = {dtype: DeviceRoom(dtype, self.device) for dtype in STORED}  # shared by all shapes
-        self._pairs = DeviceRoom(torch.int64, self.device)
+        self._pairs, self._labels = (DeviceRoom(torch.int64, self.device) for _ in range(2))
 
     def sent_to_ranks(self) -> tuple[list[int], list[int]]:
         return self.sent_bytes.tolist(), self.answer_bytes.tolist()
 
     def dispatch(
-        self, x_TH: Tensor, slots_TK: Tensor, capacity: int, meanwhile: Launches = nothing
+        self,
+        x_TH: Tensor,
+        slots_TK: Tensor,
+        capacity: int,
+        meanwhile: Launches = nothing,
+        label_T: Tensor | None = None,
     ) -> PairResult:
         """If the host does not wait, `begin_check` raises the errors."""
         shape = LowLatencyShape(
             world_size=self.world_size, experts_per_rank=self._slots_per_rank, max_tokens=capacity, hidden=x_TH.shape[1],
             choices=slots_TK.shape[1], dtype=x_TH.dtype, is_fp8=self._is_fp8,
         )  # fmt: skip
-        if shape not in self._results:
+        key = shape, label_T is not None
+        if key not in self._results:
             N = shape.rows_per_expert
-            x_NH = self._rows[shape.dtype].take(N, shape.hidden)
-            self._results[shape] = PairResult(shape, x_NH, self._pairs.take(N * shape.choices))
-        result = self._result = self._results[shape]
-        self._send_rows(_DISPATCH, shape, x_TH, slots_TK, result.sent_TK)
-        receive = self._post(_DISPATCH, shape, partial(self._deliver, result), self.dispatch_ns)
+            x_NH, row_P = self._rows[shape.dtype].take(N, shape.hidden), self._pairs.take(N * shape.choices)
+            self._results[key] = PairResult(
+                shape, x_NH, row_P, None if label_T is None else self._labels.take(N)
+            )
+        result, doing = self._results[key], _DISPATCH if label_T is None else _LABELLED
+        self._result = result
+        assert label_T is None or self._slots_per_rank < 1 << SLOT_BITS, (
+            "more slots than a choice with a label has bits for"
+        )
+        self._send_rows(doing, shape, x_TH, slots_TK, result.sent_TK, label_T=label_T)
+        receive = self._post(doing, shape, partial(self._deliver, result), self.dispatch_ns)
         meanwhile()
         receive()
         return result
@@ -204,10 +222,11 @@ class LowLatencyPairs(DeviceExchange):
         chunk, tile = chunk_of(N * K, L)
         order_pairs[(L, triton.cdiv(N * K, chunk))](
             self._contents, self.arrived, *self._half, result.row_P, result.at_NK, result.slot_offsets, N * K, chunk,
-            S=L, K=K, R=shape.world_size, PER_SOURCE=shape.max_tokens * K, TILE=tile, num_warps=4,
+            S=L, K=K, R=shape.world_size, PER_SOURCE=shape.max_tokens * K, TILE=tile, HAS_LABELS=result.label_N is not None,
+            num_warps=4,
         )  # fmt: skip
         kernels.deliver_rows[(N,)](
-            self._contents + contents.rows_at, result.at_NK, *self._half, as_stored(result.x_NH), K=K,
+            self._contents + contents.rows_at, self._contents, result.at_NK, *self._half, as_stored(result.x_NH), result.label_N, K=K,
             K_PAD=_padded(shape), H=shape.hidden, ROW_BYTES=contents.row_bytes, SCALES_AT=shape.scales_at,
             GROUPS=_groups(shape), IS_FP8=shape.is_fp8, IS_BFLOAT16=shape.dtype == torch.bfloat16, num_warps=_WARPS,
             enable_fp_fusion=False,

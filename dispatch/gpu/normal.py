@@ -51,23 +51,31 @@ class NormalPairs:
         return self._bytes
 
     def dispatch(
-        self, x_TH: Tensor, slots_TK: Tensor, capacity: int, meanwhile: Launches = nothing
+        self,
+        x_TH: Tensor,
+        slots_TK: Tensor,
+        capacity: int,
+        meanwhile: Launches = nothing,
+        label_T: Tensor | None = None,
     ) -> "NormalPairs":
         """This call waits for the device once. Other work is launched behind that: the device has nothing else to do
-        until the host has packed the rows."""
+        until the host has packed the rows. Labels travel as a further column of the slots."""
         begun_ns = perf_counter_ns()
-        R, S = self._mover.world_size, self._slots_per_rank
+        R, S, K = self._mover.world_size, self._slots_per_rank, slots_TK.shape[1]
         slots_TK = torch.where((slots_TK >= 0) & (slots_TK < R * S), slots_TK, NOT_HERE)
         self._rank_TK = ranks_of(slots_TK, S)
         mask_TR = token_mask(self._rank_TK, R)
         values = fp8.quantise_fp8(x_TH) if self._is_fp8 else (x_TH,)
-        planes = [_movable(plane) for plane in (*values, slots_TK.int())]
+        labelled_TC = slots_TK if label_T is None else torch.cat((slots_TK, label_T[:, None]), 1)
+        planes = [_movable(plane) for plane in (*values, labelled_TC.int())]
         self._like, call = x_TH[:0], f"S={S}, {[(plane.dtype, plane.shape[1:]) for plane in planes]}"
         self._sent = self._mover.meet(_count(mask_TR, self._rank_TK), zlib.crc32(call.encode()))
         meanwhile()
         token_N = select(mask_TR.t(), sum(self._sent.rows)) % max(x_TH.shape[0], 1)
-        *rows, slots_NK = self._receive([plane.index_select(0, token_N) for plane in planes])
-        order = self._order = self._pairs.order(localise(slots_NK.long(), self._mover.rank, S))
+        *rows, labelled_NC = self._receive([plane.index_select(0, token_N) for plane in planes])
+        self.label_N = None if label_T is None else labelled_NC[:, K].long()
+        slots_NK = localise(labelled_NC[:, :K].long(), self._mover.rank, S)
+        order = self._order = self._pairs.order(slots_NK.contiguous())
         self.num_pairs = sum(self._got.answers)
         self.row_P, self.slot_offsets = order.row_P[: self.num_pairs], order.slot_offsets
         x_NH = (

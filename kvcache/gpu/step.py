@@ -66,6 +66,7 @@ class OnDevice(NamedTuple):
     chunk_start_C: Tensor
     is_long_P: Tensor  # 1 for a row of a long sequence; only of models that use it
     axes_A: Tensor  # [4 * P]: positions in tokens, time, height and width; only of models that take axes
+    adapter_P: Tensor  # place of each row's adapter; -1 for rows without one and padding; only of models that take adapters
     table_SM: Tensor
 
 
@@ -166,10 +167,9 @@ class DeviceStep(Step):
         self._expanding: set[PromptShape] = set()
         self._most_pairs = 1 << 62
         self._rows: tuple[Tensor, Tensor] | None = None
-        self._adapters_P: Tensor | None = None
         self._image_ends_P: Tensor | None = None
         most_values = (
-            11 * padded + 7 * max(padded, max_sequences) + 64 + 2 * self._most_new + 2 * max_sequences
+            12 * padded + 7 * max(padded, max_sequences) + 64 + 2 * self._most_new + 2 * max_sequences
         )
         self._host = self._pinned(most_values)
         self._host_values = self._host.numpy()
@@ -193,11 +193,16 @@ class DeviceStep(Step):
     def has_fixed_shape(self) -> bool:
         """Whether the padded size determines all that the step launches, on every rank. Rows with adapters and rows of
         images launch more."""
-        if self.has_adapters or self.images:
+        if self.runs_adapters or self.images:
             return False
         if self.prompt_shape is not None:
             return self._has_room
         return self.is_decode_only and (self.agreed_tokens > 0 or not self._is_wide)
+
+    @property
+    def runs_adapters(self) -> bool:
+        """Whether rows that this rank's experts get may have adapters: its own, or those of other ranks."""
+        return self.has_adapters or (self._is_wide and self.has_placed)
 
     @property
     def decode_rows(self) -> int:
@@ -246,7 +251,7 @@ class DeviceStep(Step):
         that work."""
         self._tiles_on_device.clear()
         self._expansions.clear()
-        self._rows = self._adapters_P = self._image_ends_P = None
+        self._rows = self._image_ends_P = None
 
     def inputs(self, token_ids: Sequence[int], rows: Sequence[int], drawn: Drawn | None = None) -> Inputs:
         """Set the tokens of the filled batch, and copy the step to the device, as `Step.inputs`.
@@ -265,7 +270,7 @@ class DeviceStep(Step):
         walk_start, chunk_start = recurrent_starts = self._recurrent_starts(S)
         lengths = (
             P, P, P, R, S, S, S + 1, 1, Z, Z, Z, len(walk_start), len(chunk_start), P if self.tells_long else 0,
-            4 * P if self.takes_axes else 0, N, N, D, D,
+            4 * P if self.takes_axes else 0, P if self.num_adapters else 0, N, N, D, D,
         )  # fmt: skip
         # Every part begins at a multiple of 16 bytes: kernels are compiled for aligned pointers, and again for others.
         starts = [0, *accumulate(length + length % 2 for length in lengths)]
@@ -298,8 +303,8 @@ class DeviceStep(Step):
         T = self.num_tokens
         (
             position_P, cache_slot_P, token_P, row_R, context_S, decode_context_S, query_start_S, num_decodes_1,
-            state_before_P, state_after_P, row_before_P, walk_start_W, chunk_start_C, is_long_P, axes_A, place_N, block_N,
-            row_D, source_D,
+            state_before_P, state_after_P, row_before_P, walk_start_W, chunk_start_C, is_long_P, axes_A, adapter_P, place_N,
+            block_N, row_D, source_D,
         ) = host  # fmt: skip
         position_P[:T], position_P[T:] = self._position[:T], 0
         cache_slot_P[:T], cache_slot_P[T:] = self._cache_slot[:T], -1
@@ -319,6 +324,9 @@ class DeviceStep(Step):
             axes_4P = axes_A.reshape(4, -1)
             axes_4P[:, :T] = self.axes_4T[:, :T].numpy() if self.has_axes else self._position[:T]
             axes_4P[:, T:] = 0
+        adapter_P[:] = -1
+        if self.num_adapters:
+            adapter_P[:T] = self.adapter_T[:T].numpy()
         place_N[:], block_N[:] = new_blocks.T
         if drawn is not None:
             row_D[:], source_D[:] = drawn.rows, drawn.sources
@@ -382,14 +390,14 @@ class DeviceStep(Step):
 
     def adapters_on_device(self) -> Tensor:
         """Return the place of each row's adapter, -1 for rows without one and padding: int64 [num_padded]."""
-        if self._adapters_P is None:
-            self._adapters_P = self._upload_rows(self.adapter_T, padding=-1)
-        return self._adapters_P
+        return self.on_device.adapter_P
 
     def image_ends_on_device(self) -> Tensor | None:
         """Return `Step.image_end_T` on the device: int64 [num_padded]. None if no row is of an image."""
         if self.images and self._image_ends_P is None:
-            self._image_ends_P = self._upload_rows(self.image_end_T, padding=0)
+            values = np.zeros(self.num_padded, np.int64)
+            values[: self.num_tokens] = self.image_end_T[: self.num_tokens].numpy()
+            self._image_ends_P = self._upload(values)
         return self._image_ends_P
 
     def idle(self, size: int) -> Inputs:
@@ -517,11 +525,6 @@ class DeviceStep(Step):
 
     def _pinned(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int64, pin_memory=self.device.type == "cuda")
-
-    def _upload_rows(self, value_T: Tensor, *, padding: int) -> Tensor:
-        values = np.full(self.num_padded, padding, np.int64)
-        values[: self.num_tokens] = value_T[: self.num_tokens].numpy()
-        return self._upload(values)
 
     def _upload(self, values: np.ndarray) -> Tensor:
         """Copy to the device without waiting. torch's allocator keeps the pinned copy until that is done."""

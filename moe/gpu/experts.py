@@ -105,7 +105,7 @@ class DeviceExpertLayer:
             sent.handle.num_pairs,
             expected,
             None if self._is_fixed else self.workspace,
-            None if self.adapters is None else self.adapters.pairs(sent.row_P, sent.slot_offsets),
+            self._adapted(sent),
         )
         if isinstance(self.dispatcher, DeviceDispatcher):
             return self.dispatcher.combine(y_PD, weights_TK.contiguous(), sent, added_TH=shared.rows_TD)
@@ -140,7 +140,7 @@ class DeviceExpertLayer:
             both_PN, has_gate = raised_PN, self.gate.name != "none"
             if has_gate:
                 found = multiply_rows(
-                    x_TD, up.store.weights, slot_offsets, up.places_S, num_pairs=num_pairs, expected_pairs=expected_pairs,
+                    x_TD, up.store.weights, adapted.slot_offsets, up.places_S, num_pairs=num_pairs, expected_pairs=expected_pairs,
                     rows_P=row_P, biases_WN=up.store.bias, workspace=workspace,
                 )  # fmt: skip
                 assert isinstance(found, Tensor), "without a gate, outputs are not quantised"
@@ -168,21 +168,29 @@ class DeviceExpertLayer:
         offsets = torch.tensor([0, len(x_TD)], device=device)
         return self.compute(module, up, down, x_TD, None, offsets, len(x_TD)).float().cpu()
 
+    def _adapted(self, sent: Dispatched) -> AdaptedPairs | None:
+        if self.adapters is None or sent.label_N is None:
+            return None
+        return self.adapters.pairs(sent.row_P, sent.slot_offsets, sent.label_N)
+
     def _send(self, x_TD: Tensor, ids_TK: Tensor, mode: Mode, shared: "_Shared") -> Dispatched:
         """Choose slots, count the choices and dispatch. On one rank a single launch does all three.
 
-        Shared experts run between the launches that send rows and that wait for them.
+        Shared experts run between the launches that send rows and that wait for them. The place of a row's adapter travels
+        with the row, in every step, as another rank does not know which rows have one.
         """
         placed = self.step.on_device
         table = self.counts.device_table if isinstance(self.counts, DeviceLayerCounts) else None
         choices = ids_TK, placed.cache_slot_P, placed.num_decodes_1, table
+        place_T = None if self.adapters is None else self.step.adapters_on_device()
         if not isinstance(self.dispatcher, DeviceDispatcher):
             shared.compute()
+            assert place_T is None, f"a dispatcher for {self.dispatcher.name} carries no adapters"
             return self.dispatcher.dispatch(x_TD, self._on_device.slots(*choices), mode)
         if self.dispatcher.takes_experts:
             shared.compute()
-            return self.dispatcher.dispatch_experts(x_TD, self._on_device.experts(*choices))
-        return self.dispatcher.dispatch(x_TD, self._on_device.slots(*choices), mode, shared.compute)
+            return self.dispatcher.dispatch_experts(x_TD, self._on_device.experts(*choices), place_T)
+        return self.dispatcher.dispatch(x_TD, self._on_device.slots(*choices), mode, shared.compute, place_T)
 
     def launch_tiles(self) -> None:
         """Compile products that the largest step does not launch, so that no step waits for a compiler.

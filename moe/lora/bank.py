@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from attention.cpu.latents import AbsorbedWeight
 from attention.cpu.tiles import LANES
+from kvcache.step import Step
 from moe.backend import ExpertLayer
 from moe.expert_weights import Held
 from moe.lora.adapter_config import AdapterError
@@ -65,7 +66,7 @@ class AdapterBank:
     """The adapters of one rank's model."""
 
     def __init__(
-        self, net: Any, experts: Mapping[str, Any], layers: Sequence[ExpertLayer], held: Held, *, most_loaded: int,
+        self, net: Any, experts: Mapping[str, Any], layers: Sequence[ExpertLayer], held: Held, step: Step, *, most_loaded: int,
         dtype: torch.dtype = torch.float32,
     ) -> None:  # fmt: skip
         """Take a loaded model with tables for its weights.
@@ -73,6 +74,7 @@ class AdapterBank:
         Args:
             net: The model. experts: Its experts modules by path; `layers` are theirs.
             held: Experts of this rank's slots.
+            step: The model's, which notes whether any adapter has a place.
             most_loaded: Most adapters to keep in memory.
             dtype: Type of their factors, float32 or bfloat16.
         """
@@ -85,6 +87,7 @@ class AdapterBank:
         self._layers = [_AdaptedLayer(path, layer) for path, layer in zip(experts, layers, strict=True)]
         self.targets = _targets(self._weights, self._embeddings, self._absorbed, experts, layers)
         self._held: Held = [list(row) for row in held]
+        self._step = step
         self._most_loaded, self._dtype = most_loaded, dtype
         self._lock = threading.Lock()
         # By digest, the least recently used first.
@@ -151,6 +154,7 @@ class AdapterBank:
             else:
                 self._places[place] = adapter
             self._drop_unused()
+        self._note_places()
 
     def spoil(self, place: int) -> None:
         """Let rows with this place give NaN, because what an adapter adds to their experts is missing. While no step runs.
@@ -163,6 +167,10 @@ class AdapterBank:
             held = [list(row) for row in self._held]
         for (_, layer), row in zip(self._layers, held, strict=True):
             self._spoil(layer, place, len(row))
+        self._note_places()
+
+    def _note_places(self) -> None:
+        self._step.has_placed = bool(self._places or self._spoiled)
 
     def _spoil(self, layer: Any, place: int, num_slots: int) -> None:
         nothing = Factors(torch.full((layer.up.in_dim, LANES), torch.nan), torch.zeros(1, layer.up.out_dim))
@@ -240,12 +248,14 @@ class AdapterBank:
                 other._absorbed,
             )
             self._layers, self.targets, self._held = other._layers, other.targets, other._held
+            self._step = other._step
             placed, spoiled, held = dict(self._places), set(self._spoiled), [list(row) for row in self._held]
         for place, adapter in placed.items():
             if place not in dict(failed):
                 self._put_everywhere(place, adapter, held)
         for place in spoiled:
             self.spoil(place)
+        self._note_places()
         self._report_unreadable(failed)
 
     def _put_everywhere(self, place: int, adapter: LoadedAdapter | None, held: Held) -> None:

@@ -37,13 +37,13 @@ def why_no_fp8_rows(activation_dtype: str) -> str | None:
     return None
 
 
-def why_no_adapters(device: str, num_ranks: int) -> str | None:
+def why_no_adapters(device: str, num_ranks: int, all2all_backend: str) -> str | None:
     """Return why LoRA adapters are unavailable for a group of ranks, or None if they are available."""
-    if device == "cpu" or num_ranks == 1:
+    if device == "cpu" or num_ranks == 1 or all2all_backend != "deep_ep":
         return None
     return (
-        f"--enable-lora is not implemented between GPUs, and {num_ranks} ranks share the experts; use one GPU, serve adapters "
-        "with --device cpu, or merge one into the weights"
+        f"--enable-lora with {num_ranks} GPUs and --all2all-backend deep_ep: DeepEP's messages have no room for the adapter of a "
+        "row; use auto, nccl or nvshmem, or merge an adapter into the weights"
     )
 
 

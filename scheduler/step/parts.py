@@ -53,7 +53,8 @@ def backend_of(config: EngineConfig) -> Backend:
     Raises:
         ConfigError: The device is unknown, or does not support a setting.
     """
-    if config.enable_lora and (problem := why_no_adapters(config.device, config.world_size)):
+    backend_name = config.all2all_backend
+    if config.enable_lora and (problem := why_no_adapters(config.device, config.world_size, backend_name)):
         raise ConfigError(problem)
     if config.device == "cpu":
         if problem := why_no_fp8_rows(config.activation_dtype):

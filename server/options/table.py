@@ -687,7 +687,7 @@ class Options:
 
     engine_enable_lora = row(switch(
         ADAPTERS, "--enable-lora",
-        help="serve LoRA adapters in PEFT's format on attention, MLPs, routers and experts, on CPUs or one GPU (docs/adapters.md)",
+        help="serve LoRA adapters in PEFT's format on attention, MLPs, routers and experts, on CPUs or GPUs (docs/adapters.md)",
     ))  # fmt: skip
     lora_modules: tuple[str, ...] = flag(
         ADAPTERS, "--lora-modules", read=read_modules, metavar="NAME=PATH", action="extend", nargs="+", default=(),

@@ -17,7 +17,7 @@ def run_layer(dispatcher: TokenDispatcher, case: RankCase, mode: Mode = NORMAL) 
     """Dispatch, compute, and combine into our memory. Other results are copied out of the dispatcher's buffers."""
     rank = dist.get_rank() if dist.is_initialized() and dist.get_world_size() > 1 else 0
     dispatched = dispatcher.dispatch(case.x_TH, case.slots_TK, mode)
-    x_NH, row_P, offsets, _ = dispatched
+    x_NH, row_P, offsets, *_ = dispatched
     parts = (x_NH.clone(), row_P.clone(), offsets.clone())
     y_PH = compute_pairs(x_NH, row_P, offsets, rank)
     out_TH = torch.full(case.x_TH.shape, float("nan"), dtype=case.x_TH.dtype)

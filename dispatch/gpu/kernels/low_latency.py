@@ -8,7 +8,7 @@ has the same layout of symmetric memory (`symmetric`). `peers` holds each rank's
 reaches by puts (`HAS_REMOTE`; compiled, never run).
 
 A message holds, for every token of its sender, the token's choices as the receiver's experts (-1: on another rank), and
-the row itself if there is one. A token has one place at every peer, source * M + token. So ranks do not count before
+the row itself if there is one. A token's label, if there are labels, is in the upper bits of its choices (`pairs.with_label`). A token has one place at every peer, source * M + token. So ranks do not count before
 sending and no atomics decide an order: the bits are the reference's. An answer goes to its token's place, one per choice.
 The service and DeepEP's interface differ in the position of a row and its answer on the rank that computes:
 packed by slot (`pairs.order_pairs`, `deliver_rows`) or in a block of R*M rows for each expert (`order_blocks`,
@@ -27,11 +27,12 @@ import triton.language as tl
 from dispatch.gpu import nvshmem
 from dispatch.gpu.kernels.casts import copy_row, narrow, restore_row, see_row, widen, write_row
 from dispatch.gpu.kernels.flags import CAME, end_call, half_at, is_sound, number_of_call
+from dispatch.gpu.kernels.pairs import label_of, with_label
 
 
 @triton.jit(do_not_specialize=["num_tokens", "rank", "kind"])
 def send_rows(
-    x, topk, sent, sent_bytes, peers, mask, calls, ended, num_tokens, rank, half_bytes, choices_at, rows_at,
+    x, topk, labels, sent, sent_bytes, peers, mask, calls, ended, num_tokens, rank, half_bytes, choices_at, rows_at,
     staging_at, kind,
     R: tl.constexpr, L: tl.constexpr, M: tl.constexpr, K: tl.constexpr, K_PAD: tl.constexpr, H: tl.constexpr,
     ROW_BYTES: tl.constexpr, SCALES_AT: tl.constexpr, GROUPS: tl.constexpr, IS_FP8: tl.constexpr,
@@ -41,6 +42,7 @@ def send_rows(
 
     Runs for all M places; a place without a token is written as one without choices. `sent`, int64 [M, K], keeps the
     choices for the sum. The host does not check choices: one out of range counts as none. Increases `sent_bytes`, int64 [R].
+    `labels`: int64, or None.
     """
     token = tl.program_id(0)
     number = number_of_call(calls, BEGINS)
@@ -51,6 +53,9 @@ def send_rows(
     expert = tl.where((chosen >= 0) & (chosen < R * L), chosen, -1).to(tl.int32)
     tl.store(sent + token * K + k, expert.to(tl.int64), mask=k < K)
     owner = tl.where(expert >= 0, expert // L, -1)
+    label = tl.full([], -1, tl.int32)
+    if labels is not None:
+        label = tl.load(labels + token, mask=token < num_tokens, other=-1).to(tl.int32)
     place = (rank * M + token).to(tl.int64)
     row = x + token.to(tl.int64) * H
     own = tl.load(peers + rank)
@@ -61,6 +66,8 @@ def send_rows(
     for to in range(R):
         local = tl.where(owner == to, expert - to * L, -1)
         is_wanted = tl.max(local, axis=0) >= 0
+        if labels is not None:
+            local = with_label(local, label)
         if tl.load(mask + to) == 0:
             base = tl.load(peers + to)
             if base != 0:
@@ -87,16 +94,21 @@ def send_rows(
 
 @triton.jit
 def deliver_rows(
-    rows, at_NK, calls, half_bytes, x_out,
+    rows, choices, at_NK, calls, half_bytes, x_out, labels_out,
     K: tl.constexpr, K_PAD: tl.constexpr, H: tl.constexpr, ROW_BYTES: tl.constexpr, SCALES_AT: tl.constexpr,
     GROUPS: tl.constexpr, IS_FP8: tl.constexpr, IS_BFLOAT16: tl.constexpr,
 ):  # fmt: skip
     """Program (place): copy its row to x_out [N, H] if a choice is on this rank, widened if it travelled in FP8.
 
-    `rows`: address of the received rows in the first half. Other rows of `x_out` are not written.
+    `rows` and `choices`: addresses of what was received in the first half. `labels_out`, int64 [N], gets the row's label. It is
+    None if there are no labels. Other rows of both outputs are not written.
     """
     place, k = tl.program_id(0).to(tl.int64), tl.arange(0, K_PAD)
     if tl.max(tl.load(at_NK + place * K + k, mask=k < K, other=-1), axis=0) >= 0:
+        if labels_out is not None:
+            chosen = (choices + half_at(calls, half_bytes)).to(tl.pointer_type(tl.int32)) + place * K + k
+            label = tl.max(label_of(tl.load(chosen, mask=k < K, other=-1)), axis=0)
+            tl.store(labels_out + place, label.to(tl.int64))
         source = rows + half_at(calls, half_bytes) + place * ROW_BYTES
         if IS_FP8:
             restore_row(x_out + place * H, source, H, SCALES_AT, GROUPS, IS_BFLOAT16)

@@ -26,6 +26,9 @@ from dispatch.gpu.kernels.ordering import ExpertChoices, OrderMemory, num_chunks
 _TILE = 512  # choices that a program reads at once
 _PROGRAMS = 512  # approximate number that a large GPU runs at once
 _SUMMED = 1024  # channels of a token that a program sums
+SLOT_BITS = 16  # of a choice with a label: the label plus 1 is above them
+MOST_LABEL = (1 << 31 - SLOT_BITS) - 2
+_SLOT_BITS, _SLOT_MASK = tl.constexpr(SLOT_BITS), tl.constexpr((1 << SLOT_BITS) - 1)
 
 
 class DeviceRoom:
@@ -62,21 +65,44 @@ class PairsOnDevice(NamedTuple):
 
 
 @triton.jit
-def _chosen(choices, arrived, choice, end, sound, PER_SOURCE: tl.constexpr):
-    """Load choices below `end`; -1 for choices of a source that has not arrived."""
+def with_label(slot, label):
+    """Return int32 slots with a label from -1 to MOST_LABEL; -1 for no choice."""
+    return tl.where(slot >= 0, slot | ((label + 1) << _SLOT_BITS), -1)
+
+
+@triton.jit
+def slot_of(labelled):
+    """Return the slots of `with_label`."""
+    return tl.where(labelled >= 0, labelled & _SLOT_MASK, -1)
+
+
+@triton.jit
+def label_of(labelled):
+    """Return the labels of `with_label`; less than -1 for no choice."""
+    return (labelled >> _SLOT_BITS) - 1
+
+
+@triton.jit
+def _chosen(choices, arrived, choice, end, sound, PER_SOURCE: tl.constexpr, HAS_LABELS: tl.constexpr):
+    """Load the slots of choices below `end`; -1 for choices of a source that has not arrived."""
     is_read = choice < end
     is_read &= sound & (tl.load(arrived + choice // PER_SOURCE, mask=is_read, other=0) == CAME)
-    return tl.load(choices + choice, mask=is_read, other=-1)
+    chosen = tl.load(choices + choice, mask=is_read, other=-1)
+    if HAS_LABELS:
+        chosen = slot_of(chosen)
+    return chosen
 
 
 @triton.jit(do_not_specialize=["num_choices", "chunk"])
 def order_pairs(
     choices, arrived, calls, half_bytes, row_of_pair, pair_of_choice, offsets, num_choices, chunk,
     S: tl.constexpr, K: tl.constexpr, R: tl.constexpr, PER_SOURCE: tl.constexpr, TILE: tl.constexpr,
+    HAS_LABELS: tl.constexpr,
 ):  # fmt: skip
     """Program (slot, chunk): place the slot's pairs in a chunk of `chunk` choices. A value outside [0, S) is no choice.
 
-    `choices`: the address of int32 [R, PER_SOURCE] in the first half, of which only choices of arrived sources count.
+    `choices`: the address of int32 [R, PER_SOURCE] in the first half, of which only choices of arrived sources count. With
+    HAS_LABELS they are those of `with_label`.
     """
     slot, first = tl.program_id(0), tl.program_id(1) * chunk
     sound = is_sound(arrived, R)
@@ -85,7 +111,7 @@ def order_pairs(
     at = 0
     while at < num_choices:  # not a range: the interpreter does not accept an argument as its end
         choice = at + tl.arange(0, TILE)
-        chosen = _chosen(choices, arrived, choice, num_choices, sound, PER_SOURCE)
+        chosen = _chosen(choices, arrived, choice, num_choices, sound, PER_SOURCE, HAS_LABELS)
         is_mine = (chosen == slot).to(tl.int32)
         below += ((chosen >= 0) & (chosen < slot)).to(tl.int32)
         before += tl.where(choice < first, is_mine, 0)
@@ -100,7 +126,7 @@ def order_pairs(
     at, end = first, tl.minimum(first + chunk, num_choices)
     while at < end:
         choice = at + tl.arange(0, TILE)
-        chosen = _chosen(choices, arrived, choice, end, sound, PER_SOURCE)
+        chosen = _chosen(choices, arrived, choice, end, sound, PER_SOURCE, HAS_LABELS)
         is_mine = (chosen == slot).to(tl.int32)
         pair = placed + tl.cumsum(is_mine, axis=0) - 1
         tl.store(row_of_pair + pair, (choice // K).to(tl.int64), mask=is_mine != 0)

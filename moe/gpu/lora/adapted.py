@@ -89,25 +89,36 @@ class DeviceExpertAdapters(ExpertAdapters):
             up = up._replace(b_RN=arranged(up.b_RN.t(), self.gate).t().contiguous())
         super().put(place, slot, up, down)
 
-    def pairs(self, row_P: Tensor, slot_offsets: Tensor) -> "AdaptedPairs | None":
-        """Return the pairs with an adapter, or None if the step or the layer has none. The arguments are as in `Dispatched`."""
-        if not self.step.has_adapters or (self.up.is_empty and self.down.is_empty):
+    def pairs(self, row_P: Tensor, slot_offsets: Tensor, place_N: Tensor) -> "AdaptedPairs | None":
+        """Return the pairs with an adapter, or None if the step or the layer has none.
+
+        Args:
+            row_P, slot_offsets: As in `Dispatched`.
+            place_N: Places of the received rows, -1 for rows without an adapter.
+        """
+        if not self.step.runs_adapters or (self.up.is_empty and self.down.is_empty):
             return None
-        return AdaptedPairs(self, row_P, slot_offsets)
+        return AdaptedPairs(self, row_P, slot_offsets, place_N)
 
 
 class AdaptedPairs:
-    """The pairs of a layer by slot and adapter."""
+    """The pairs of a layer by slot and adapter.
 
-    def __init__(self, adapters: DeviceExpertAdapters, row_P: Tensor, slot_offsets: Tensor) -> None:
-        self._adapters, self._row_P = adapters, row_P
-        num_slots, place_T = adapters.num_slots, adapters.step.adapters_on_device()
+    Attributes:
+        slot_offsets: Those of the dispatch, or zeros if no pair has an adapter, so that a product with them computes nothing.
+    """
+
+    def __init__(
+        self, adapters: DeviceExpertAdapters, row_P: Tensor, slot_offsets: Tensor, place_N: Tensor
+    ) -> None:
+        self._adapters, num_slots = adapters, adapters.num_slots
         pair_P = torch.arange(len(row_P), device=row_P.device)
         slot_P = torch.searchsorted(slot_offsets, pair_P, right=True) - 1
         is_pair_P = pair_P < slot_offsets[-1]  # the rows of others are undefined
         self._row_P = torch.where(is_pair_P, row_P, 0)
-        place_P = torch.where(is_pair_P, place_T[self._row_P], -1)
+        place_P = torch.where(is_pair_P, place_N[self._row_P], -1)
         self._is_adapted_P = place_P >= 0
+        self.slot_offsets = slot_offsets * self._is_adapted_P.any()
         group_P = torch.where(self._is_adapted_P, place_P * num_slots + slot_P, -1)
         self._groups = group_rows(group_P, adapters.num_places * num_slots)
 

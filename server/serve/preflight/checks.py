@@ -107,7 +107,8 @@ def check_choices(options: Options, pool_sizes: Sequence[int]) -> None:
         check_nodes(options.engine.dispatch_node_size, num_ranks, on_gpus=options.device == "cuda")
     check_compiler(options)
     check_activations(options)
-    if options.engine.enable_lora and (problem := why_no_adapters(options.device, max(pool_sizes))):
+    wire = options.engine.all2all_backend
+    if options.engine.enable_lora and (problem := why_no_adapters(options.device, max(pool_sizes), wire)):
         raise PreflightError(problem)
 
 

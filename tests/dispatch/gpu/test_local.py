@@ -88,7 +88,7 @@ def order_received(num_tokens: int, programs: int) -> list[Tensor]:
     arrived = torch.full((1,), flags.CAME.value, dtype=torch.int32)
     pairs.order_pairs[(S, triton.cdiv(N * K, chunk))](
         received.data_ptr(), arrived, torch.zeros(1, dtype=torch.int64), 0, order.row_P, order.pair_of_choice_NK,
-        order.slot_offsets, N * K, chunk, S=S, K=K, R=1, PER_SOURCE=N * K, TILE=tile,
+        order.slot_offsets, N * K, chunk, S=S, K=K, R=1, PER_SOURCE=N * K, TILE=tile, HAS_LABELS=False,
     )  # fmt: skip
     return compared(order, case.slots_TK)
 

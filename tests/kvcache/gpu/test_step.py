@@ -474,3 +474,14 @@ def test_a_step_with_adapters_has_no_fixed_shape_and_their_places_on_the_device(
     step.fill([span._replace(adapter=-1) for span in spans], 3)
     step.inputs([1, 2, 3], [0, 1, 2])
     assert step.has_fixed_shape and step.adapters_on_device().tolist() == [-1] * 4
+
+
+def test_a_step_of_several_ranks_has_no_fixed_shape_once_an_adapter_has_a_place() -> None:
+    sizes = {"max_tokens": 16, "max_sequences": 4, "max_blocks": 2, "block_tokens": 16}
+    for num_ranks in (1, 2):
+        step = DeviceStep(device=torch.device("cpu"), num_ranks=num_ranks, **sizes)
+        step.num_adapters = 3
+        for step.has_placed in (False, True):
+            step.fill([Span(4, 1, range(1))], 1, agreed_tokens=4)
+            runs = num_ranks == 2 and step.has_placed
+            assert (step.runs_adapters, step.has_fixed_shape) == (runs, not runs)

@@ -65,9 +65,10 @@ class Answers(NamedTuple):
 
 
 def make_case(
-    family: str, root: Path, layouts: Sequence[str] = (FUSED, SINGLE), *, modules: Sequence[str] = (), **how: Any
+    family: str, root: Path, layouts: Sequence[str] = (FUSED, SINGLE), *, modules: Sequence[str] = (), is_shallow: bool = False,
+    **how: Any,
 ) -> Case:  # fmt: skip
-    model = write_checkpoint(family, root / "model")
+    model = write_checkpoint(family, root / "model", is_shallow=is_shallow)
     adapters = [
         write_adapter(
             root / f"adapter{index}", model, modules=modules or MODULES[family], experts=layout, rank=4 + 13 * index, seed=index,
@@ -304,9 +305,9 @@ def test_an_adapter_that_does_not_fit_is_refused_by_name(tmp_path: Path) -> None
     assert not bank._loaded, "nothing is half-loaded"
 
 
-def test_several_gpus_are_refused_at_the_start(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--enable-lora is not implemented between GPUs, and 2 ranks"):
-        build(tmp_path, enable_lora=True, device="cuda:0", rank=0, world_size=2)
+def test_messages_without_room_for_adapters_are_refused_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--enable-lora with 2 GPUs and --all2all-backend deep_ep"):
+        build(tmp_path, enable_lora=True, device="cuda:0", rank=0, world_size=2, all2all_backend="deep_ep")
 
 
 def test_an_adapter_whose_file_has_changed_is_spoiled_when_experts_arrive(tmp_path: Path) -> None:

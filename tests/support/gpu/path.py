@@ -39,6 +39,7 @@ def run_steps(
     *,
     forward: Forward | None = None,
     only_last: bool = False,
+    agreed_tokens: int = 0,
     adapters: Sequence[int] = (),
     images: Sequence[Sequence[Image]] = (),
 ) -> list[np.ndarray]:
@@ -49,6 +50,7 @@ def run_steps(
     Args:
         forward: Runs the steps; by default the model.
         only_last: Return only the logits of each part's last token.
+        agreed_tokens: Most tokens of any rank in steps of decodes only; 0: the ranks agree on none.
         adapters: Place of each sequence's adapter; empty: no sequence has one.
         images: Images of each sequence; empty: no sequence has one.
     """
@@ -75,7 +77,7 @@ def run_steps(
                 span = span._replace(axes=axes, images=rows_in(images[sequence], start, end - start))
             spans.append(span)
         decodes = sum(part.start > 0 and part.end == part.start + 1 for part in parts)
-        step.fill(spans, decodes)
+        step.fill(spans, decodes, agreed_tokens=agreed_tokens if decodes == len(parts) else 0)
         tokens = [token for part in parts for token in sequences[part.sequence][part.start : part.end]]
         ends = np.cumsum([part.end - part.start for part in parts])
         wanted = (ends - 1).tolist() if only_last else range(len(tokens))

@@ -84,7 +84,8 @@ def rank_memory(model: ReadModel, device: Device, options: Options, num_ranks: i
     Raises:
         SizeError: The model does not fit; the message has the difference, or the room for the KV cache.
     """
-    if options.engine.enable_lora and (problem := why_no_adapters(options.device, num_ranks)):
+    wire = options.engine.all2all_backend
+    if options.engine.enable_lora and (problem := why_no_adapters(options.device, num_ranks, wire)):
         raise SizeError(problem)
     try:
         experts = rank_experts(model.weights, dict(model.config), options, num_ranks)

@@ -32,7 +32,7 @@ HALF = {"calls": "*i64", "half_bytes": "i64"}
 TO_PEERS = {"peers": "*i64", "mask": "*i32", "rank": "i32", **HALF}
 RECEIVED = {"choices": "i64", "arrived": "*i32", **HALF}
 SEND = {
-    "x": "*i16", "topk": "*i64", "sent": "*i64", "sent_bytes": "*i64", **TO_PEERS, "ended": "*i32", "num_tokens": "i32",
+    "x": "*i16", "topk": "*i64", "labels": "constexpr", "sent": "*i64", "sent_bytes": "*i64", **TO_PEERS, "ended": "*i32", "num_tokens": "i32",
     "choices_at": "i64", "rows_at": "i64", "staging_at": "i64", "kind": "i32",
 }  # fmt: skip
 ANSWER = {
@@ -56,6 +56,7 @@ BLOCKS = {
     **RECEIVED, "at_NK": "*i32", "counts": "*i32", "layout_range": "*i64", "source_tokens": "*i32", "stats": "*i32"
 }  # fmt: skip
 DELIVER = {"rows": "i64", "at_NK": "*i32", **HALF, "x_out": "*i16"}
+DELIVER_ROWS = {**DELIVER, "choices": "i64", "labels_out": "*i64"}
 SUM = {
     "answers": "i64", **HALF, "arrived": "*i32", "topk": "*i64", "sent": "*i64", "weights": "*fp32", "out": "*i16"
 }  # fmt: skip
@@ -64,7 +65,10 @@ PAIRS = {"y": "*i16", "pair_of_choice": "*i32", "weights": "*fp32", "out": "*i16
 V3 = {"R": 8, "L": 32, "M": 128, "K": 8, "K_PAD": 8, "H": 7168}  # DeepSeek-V3's decode on 8 ranks
 PLAIN = {"ROW_BYTES": 14336, "SCALES_AT": 0, "IS_FP8": False}
 FP8 = {"ROW_BYTES": 7392, "SCALES_AT": 7168, "IS_FP8": True}
-ROW = {**V3, "GROUPS": 8, "IS_BFLOAT16": True, "ROUND_SCALE": False, "HAS_REMOTE": False, "BEGINS": True}
+ROW = {
+    **V3, "GROUPS": 8, "IS_BFLOAT16": True, "ROUND_SCALE": False, "HAS_REMOTE": False, "BEGINS": True, "labels": None,
+}  # fmt: skip
+LABELLED = {key: value for key, value in ROW.items() if key != "labels"}
 BLOCK = {**V3, "N": 1024, "SCALES": 0, "SCALES_PAD": 1, "IS_UE8M0": False}
 ANSWERED = {
     **V3, "ANSWER_BYTES": 14336, "TILE": 1024, "IS_BFLOAT16": True, "HAS_BFLOAT16_WEIGHTS": False, "HAS_REMOTE": False,
@@ -75,6 +79,7 @@ CHOICES = {
 }  # fmt: skip
 WRITTEN = {"row_of_pair": "*i64", "pair_of_choice": "*i32", "offsets": "*i64", "num_pairs": "i32"}
 CHUNKED = {"slots": "*i32", "counts_CS": "*i32", "num_pairs": "i32"}
+RECEIVED_PAIRS = {"S": 32, "K": 8, "R": 8, "PER_SOURCE": 1024, "TILE": 512, "HAS_LABELS": False}
 EXPERTS = {"S": 256, "E": 256, "E_PAD": 256, "K": 8, "HAS_EXPERTS": True, "HAS_COUNTS": True}
 SLOTS = {
     **EXPERTS, "HAS_EXPERTS": False, "HAS_COUNTS": False, "slot_of": None, "cache_slots": None, "num_decodes": None,
@@ -85,6 +90,8 @@ KERNELS = {
     "send_fp8": Kernel(send_rows, SEND, {**ROW, **FP8}),
     "send_fp8_rounded": Kernel(send_rows, SEND, {**ROW, **FP8, "ROUND_SCALE": True}),
     "send_fp16": Kernel(send_rows, {**SEND, "x": "*fp16"}, {**ROW, **FP8, "IS_BFLOAT16": False}),
+    "send_bf16_labelled": Kernel(send_rows, {**SEND, "labels": "*i64"}, {**LABELLED, **PLAIN}),
+    "send_fp8_labelled": Kernel(send_rows, {**SEND, "labels": "*i64"}, {**LABELLED, **FP8}),
     "begin": Kernel(begin_call, HALF, {}, 1),
     "post": Kernel(post_flags, {**TO_PEERS, "kind": "i32"}, {"HAS_REMOTE": False}, 1),
     "refuse": Kernel(
@@ -112,9 +119,8 @@ KERNELS = {
         },
         1,
     ),
-    "order_received": Kernel(
-        order_pairs, {**ORDER, **RECEIVED}, {"S": 32, "K": 8, "R": 8, "PER_SOURCE": 1024, "TILE": 512}, 4
-    ),
+    "order_received": Kernel(order_pairs, {**ORDER, **RECEIVED}, RECEIVED_PAIRS, 4),
+    "order_labelled": Kernel(order_pairs, {**ORDER, **RECEIVED}, {**RECEIVED_PAIRS, "HAS_LABELS": True}, 4),
     "order_few": Kernel(order_few, {**CHOICES, **WRITTEN}, {**EXPERTS, "TILE": 256}, 1),
     "order_most_at_once": Kernel(order_few, {**CHOICES, **WRITTEN}, {**EXPERTS, "TILE": 4096}, 16, 128),
     "order_slots": Kernel(order_few, {"choices": "*i64", **WRITTEN}, {**SLOTS, "TILE": 2048}, 8),
@@ -128,8 +134,10 @@ KERNELS = {
     "place_chunks": Kernel(
         place_chunks, {**CHUNKED, **WRITTEN, "total_S": "*i32"}, {**EXPERTS, "S_PAD": 256}, 8, 128
     ),
-    "deliver": Kernel(deliver_rows, DELIVER, {**ROW, **PLAIN}),
-    "deliver_fp8": Kernel(deliver_rows, DELIVER, {**ROW, **FP8}),
+    "deliver": Kernel(deliver_rows, DELIVER_ROWS, {**ROW, **PLAIN, "labels_out": None}),
+    "deliver_fp8": Kernel(deliver_rows, DELIVER_ROWS, {**ROW, **FP8, "labels_out": None}),
+    "deliver_labelled": Kernel(deliver_rows, DELIVER_ROWS, {**ROW, **PLAIN}),
+    "deliver_fp8_labelled": Kernel(deliver_rows, DELIVER_ROWS, {**ROW, **FP8}),
     "order_blocks": Kernel(order_blocks, BLOCKS, {**V3, "TILE": 64, "HAS_STATS": True}, 4),
     "deliver_blocks": Kernel(deliver_blocks, DELIVER, {**BLOCK, **PLAIN, "scales_out": None}),
     "deliver_blocks_ue8m0": Kernel(
@@ -198,6 +206,7 @@ def test_flags_are_released_and_acquired_for_the_whole_system() -> None:
     ("name", "functions"),
     [
         ("send_fp8", {"nvshmemx_putmem_nbi_block"}),
+        ("send_fp8_labelled", {"nvshmemx_putmem_nbi_block"}),
         ("send_bf16", {"nvshmemx_putmem_nbi_block"}),
         ("post", {"nvshmem_quiet", "nvshmem_long_p"}),
         ("refuse", {"nvshmemx_putmem_nbi_block", "nvshmem_quiet", "nvshmem_long_p"}),

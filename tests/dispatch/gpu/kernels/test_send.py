@@ -22,7 +22,7 @@ def stage() -> torch.Tensor:
     sent = torch.empty(PLACES, CHOICES, dtype=torch.int64)
     sent_bytes, ended = torch.zeros(2, 1, dtype=torch.int64)
     send_rows[(PLACES,)](
-        x, topk, sent, sent_bytes, torch.tensor([memory.data_ptr()]), torch.zeros(1, dtype=torch.int32),
+        x, topk, None, sent, sent_bytes, torch.tensor([memory.data_ptr()]), torch.zeros(1, dtype=torch.int32),
         torch.zeros(1, dtype=torch.int64), ended, TOKENS, 0, 0, CHOICES_AT, ROWS_AT, STAGING_AT, 0, R=1, L=2, M=PLACES, K=CHOICES,
         K_PAD=triton.next_power_of_2(CHOICES), H=HIDDEN, ROW_BYTES=ROW_BYTES, SCALES_AT=0, GROUPS=1, IS_FP8=False,
         ROUND_SCALE=False, IS_BFLOAT16=False, HAS_REMOTE=True, BEGINS=False,

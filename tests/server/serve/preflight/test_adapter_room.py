@@ -121,10 +121,14 @@ def test_a_start_counts_the_room_for_its_adapters(tmp_path: Path, monkeypatch: p
     check_room(many.with_engine(enable_lora=False), weights, pool_sizes=[1], gpu_bytes=None)
 
 
-def test_several_gpus_are_refused_and_one_has_no_graphs(tmp_path: Path) -> None:
+def test_gpus_that_use_deepep_are_refused_and_others_have_no_graphs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("server.serve.preflight.checks.check_backend", lambda *_names, **_on_gpus: None)
     options = replace(options_for(write_checkpoint(tmp_path)), device="cuda").with_engine(enable_lora=True)
-    assert "not implemented between GPUs, and 4 ranks" in complaint_of(lambda: check_choices(options, [1, 4]))
-    check_choices(options, [1, 1])
+    check_choices(options, [1, 4])
+    deep_ep = options.with_engine(all2all_backend="deep_ep")
+    assert "with 4 GPUs and --all2all-backend deep_ep" in complaint_of(lambda: check_choices(deep_ep, [1, 4]))
     assert note_on_adapters(options) == "steps with LoRA adapters run without CUDA graphs"
     assert note_on_adapters(replace(options, device="cpu")) is None
 
