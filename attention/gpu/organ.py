@@ -12,7 +12,7 @@ Legend: P rows of the step, padding included, H query heads, D key dim, V value 
 N blocks, B tokens of a block, X blocks in use, U the part of the key dim that is not rotary.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
@@ -35,7 +35,7 @@ from attention.latents import Halves, halves_of
 from attention.sparse.index import ANY_MASK, INDEXED
 from attention.sparse.pools import ChosenMask
 from kvcache.gpu.cache import DeviceCache
-from kvcache.gpu.step import DeviceStep
+from kvcache.gpu.step import DeviceStep, Expansion
 from kvcache.gpu.write import Scales
 
 NAME = "wideep_paged_gpu"
@@ -48,6 +48,25 @@ class Pages(NamedTuple):
     values_NGBV: Tensor
     table_SM: Tensor
     scales: Scales | None = None
+
+
+class LatentAdapters(Protocol):
+    """The adapters of a module's `kv_b_proj`, at `absorbed_adapters`. Methods add in place."""
+
+    @property
+    def is_used(self) -> bool:
+        """Whether rows of the step may have one."""
+
+    def add_to_queries(self, query_RHD: Tensor, out_HRL: Tensor, first: int) -> None:
+        """Add to queries in latent space. The rows are the step's from `first` on."""
+
+    def add_to_values(self, mean_RHL: Tensor, out_HRV: Tensor, first: int) -> None:
+        """Add to values, given the means of latents. The rows are the step's from `first` on."""
+
+    def add_to_expanded(
+        self, latent_XBL: Tensor, out_XBY: Tensor, blocks: Expansion, first_head: int
+    ) -> None:
+        """Add to the keys and values of some heads, without rotary part, that latents are expanded to."""
 
 
 def attend(
@@ -153,16 +172,27 @@ def _halves(module: Any, query_PHD: Tensor) -> Halves:
     )
 
 
-def _absorbed(query_PHD: Tensor, key_HUL: Tensor) -> Tensor:
-    """Multiply queries into latent space: [P, H, L + E]."""
+def _adapters(module: Any) -> LatentAdapters | None:
+    """Return the module's adapters. None if no row uses one."""
+    adapters: LatentAdapters | None = getattr(module, "absorbed_adapters", None)
+    return None if adapters is None or not adapters.is_used else adapters
+
+
+def _absorbed(module: Any, query_PHD: Tensor, key_HUL: Tensor, first: int = 0) -> Tensor:
+    """Multiply queries into latent space: [P, H, L + E]. `first`: the step's row of the first query."""
     U = key_HUL.shape[1]
     query_HPL = torch.bmm(query_PHD[..., :U].transpose(0, 1), key_HUL)
+    if (adapters := _adapters(module)) is not None:
+        adapters.add_to_queries(query_PHD, query_HPL, first)
     return torch.cat((query_HPL.transpose(0, 1), query_PHD[..., U:]), dim=-1)
 
 
-def _expanded_values(mean_PHL: Tensor, value_HVL: Tensor) -> Tensor:
-    """Multiply means of latents into values: [P, H, V]."""
-    return torch.bmm(mean_PHL.transpose(0, 1), value_HVL.transpose(1, 2)).transpose(0, 1)
+def _expanded_values(module: Any, mean_PHL: Tensor, value_HVL: Tensor, first: int = 0) -> Tensor:
+    """Multiply means of latents into values: [P, H, V]. `first`: the step's row of the first one."""
+    value_HPV = torch.bmm(mean_PHL.transpose(0, 1), value_HVL.transpose(1, 2))
+    if (adapters := _adapters(module)) is not None:
+        adapters.add_to_values(mean_PHL, value_HPV, first)
+    return value_HPV.transpose(0, 1)
 
 
 def _decode_latents(module: Any, query_SHD: Tensor, pages: DeviceCache, layer: int, scale: float) -> Tensor:
@@ -173,11 +203,11 @@ def _decode_latents(module: Any, query_SHD: Tensor, pages: DeviceCache, layer: i
     key_HUL, value_HVL = _halves(module, query_SHD)
     latent_dim = key_HUL.shape[2]
     out_SHL = latent_decode(
-        _absorbed(query_SHD, key_HUL), pages.keys[layer], step.on_device.decode_context_S[:S],
+        _absorbed(module, query_SHD, key_HUL), pages.keys[layer], step.on_device.decode_context_S[:S],
         step.on_device.table_SM[:S], _scratch(pages, H, latent_dim), latent_dim=latent_dim, scale=scale,
         scales=pages.scales[layer],
     )  # fmt: skip
-    return _expanded_values(out_SHL, value_HVL)
+    return _expanded_values(module, out_SHL, value_HVL)
 
 
 def _absorbs_prompts(step: DeviceStep) -> bool:
@@ -192,7 +222,7 @@ def _mixed_latents(module: Any, query_PHD: Tensor, pages: DeviceCache, layer: in
     assert step is not None
     (P, H, _), S, at_once = query_PHD.shape, step.decode_rows, step.sizes[-1]
     key_HUL, value_HVL = _halves(module, query_PHD)
-    query_PHC, latent_dim = _absorbed(query_PHD, key_HUL), key_HUL.shape[2]
+    query_PHC, latent_dim = _absorbed(module, query_PHD, key_HUL), key_HUL.shape[2]
     mean_PHL = query_PHD.new_empty(P, H, latent_dim)
     context_P, table_PM = step.rows_as_sequences(ABSORBED_PAIRS // -(-H // ABSORBED_HEADS))
     decode_S = step.on_device.decode_context_S[:S]
@@ -211,7 +241,7 @@ def _mixed_latents(module: Any, query_PHD: Tensor, pages: DeviceCache, layer: in
         query_PHC[:S], context_S=decode_S, block_table_SM=step.on_device.table_SM[:S], **about
     )
     mean_PHL[:S] = torch.where((decode_S > 0)[:, None, None], of_decodes_SHL, mean_PHL[:S])
-    return _expanded_values(mean_PHL, value_HVL)
+    return _expanded_values(module, mean_PHL, value_HVL)
 
 
 def _attend_chosen(
@@ -228,10 +258,10 @@ def _attend_chosen(
     for first in range(0, P, at_once):
         here = slice(first, min(first + at_once, P))
         mean_RHL = chosen_attention(
-            _absorbed(query_PHD[here], key_HUL), pages.keys[layer], chosen_PK, first, latent_dim=L,
+            _absorbed(module, query_PHD[here], key_HUL, first), pages.keys[layer], chosen_PK, first, latent_dim=L,
             scale=scale, scales=pages.scales[layer], sinks_H=sinks_H,
         )  # fmt: skip
-        out_PHV[here] = _expanded_values(mean_RHL, value_HVL)
+        out_PHV[here] = _expanded_values(module, mean_RHL, value_HVL, first)
     return out_PHV
 
 
@@ -251,7 +281,7 @@ def _prefill_latents(
         at_once = max(1, min(H, most_tokens // (len(latent_XBC) * B)))
         for first in range(0, H, at_once):
             here = slice(first, min(first + at_once, H))
-            own = _expanded(module, latent_XBC, blocks.table_SM, H, here)
+            own = _expanded(module, latent_XBC, blocks, H, here)
             _prefill(query_PHD[:, here], own, step, out_PHV[:, here], blocks.sequences, scale=scale)
 
 
@@ -267,17 +297,20 @@ def _gathered(module: Any, pages: DeviceCache, layer: int, block_X: Tensor) -> T
     return torch.cat(list(decoded), -1)
 
 
-def _expanded(module: Any, latent_XBC: Tensor, table_SM: Tensor, heads: int, here: slice) -> Pages:
+def _expanded(module: Any, latent_XBC: Tensor, blocks: Expansion, heads: int, here: slice) -> Pages:
     """Expand latents into pages of some heads, as the module's `expand_kv` does for all heads."""
     X, B, C = latent_XBC.shape
     E, V = module.qk_rope_head_dim, module.v_head_dim
     weight_HYL = module.kv_b_proj.weight.view(heads, -1, C - E)[here]
     h, U = len(weight_HYL), weight_HYL.shape[1] - V
-    both_XBHY = F.linear(latent_XBC[..., :-E], weight_HYL.flatten(0, 1)).view(X, B, h, U + V)
+    both_XBY = F.linear(latent_XBC[..., :-E], weight_HYL.flatten(0, 1))
+    if (adapters := _adapters(module)) is not None:
+        adapters.add_to_expanded(latent_XBC[..., :-E], both_XBY, blocks, here.start)
+    both_XBHY = both_XBY.view(X, B, h, U + V)
     keys_XHBD = latent_XBC.new_empty(X, h, B, U + E)
     keys_XHBD[..., :U] = both_XBHY[..., :U].transpose(1, 2)
     keys_XHBD[..., U:] = latent_XBC[:, None, :, -E:]
-    return Pages(keys_XHBD, both_XBHY[..., U:].transpose(1, 2).contiguous(), table_SM)
+    return Pages(keys_XHBD, both_XBHY[..., U:].transpose(1, 2).contiguous(), blocks.table_SM)
 
 
 def register() -> None:

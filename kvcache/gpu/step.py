@@ -23,7 +23,7 @@ R rows for which logits are needed, X tiles or blocks.
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -124,6 +124,7 @@ class DeviceStep(Step):
         num_ranks: Ranks that run the same steps.
         max_tokens: Of any step. max_rows: Of any step, padding included. max_context: Tokens of a sequence.
         is_invariant: Whether a row's bits must depend neither on the batch nor on how its prompt is cut.
+        derived: What others derive from the step on the device. Cleared by `forget_derived`.
     """
 
     on_device: OnDevice
@@ -168,6 +169,7 @@ class DeviceStep(Step):
         self._most_pairs = 1 << 62
         self._rows: tuple[Tensor, Tensor] | None = None
         self._image_ends_P: Tensor | None = None
+        self.derived: dict[Any, Any] = {}
         most_values = (
             12 * padded + 7 * max(padded, max_sequences) + 64 + 2 * self._most_new + 2 * max_sequences
         )
@@ -252,6 +254,7 @@ class DeviceStep(Step):
         self._tiles_on_device.clear()
         self._expansions.clear()
         self._rows = self._image_ends_P = None
+        self.derived.clear()
 
     def inputs(self, token_ids: Sequence[int], rows: Sequence[int], drawn: Drawn | None = None) -> Inputs:
         """Set the tokens of the filled batch, and copy the step to the device, as `Step.inputs`.
@@ -391,6 +394,20 @@ class DeviceStep(Step):
     def adapters_on_device(self) -> Tensor:
         """Return the place of each row's adapter, -1 for rows without one and padding: int64 [num_padded]."""
         return self.on_device.adapter_P
+
+    def adapters_of_blocks(self, blocks: Expansion) -> Tensor:
+        """Return the place of the adapter of each block's sequence: int64 [X]."""
+        on = self.on_device
+        sequence_S = torch.arange(len(on.context_S), device=self.device)
+        first = on.num_decodes_1 if self.prompt_shape is not None else blocks.sequences.start
+        is_in_S = sequence_S >= first
+        if self.prompt_shape is None:
+            is_in_S &= sequence_S < blocks.sequences.stop
+        count_S = torch.where(is_in_S, (on.context_S + self.block_tokens - 1) // self.block_tokens, 0)
+        block_X = torch.arange(len(blocks.block_X), device=self.device)
+        sequence_X = torch.searchsorted(count_S.cumsum(0), block_X, right=True)
+        first_row_X = on.query_start_S[sequence_X.clamp(max=len(sequence_S) - 1)]
+        return on.adapter_P[first_row_X.clamp(max=len(on.adapter_P) - 1)]
 
     def image_ends_on_device(self) -> Tensor | None:
         """Return `Step.image_end_T` on the device: int64 [num_padded]. None if no row is of an image."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from moe.adopt.adopt import Candidate, SampleRows
+from moe.adopt.whole import AnyExperts
 
 _ROWS = 4
 
@@ -37,18 +38,6 @@ _FORMS: dict[tuple[str, ...], Shared] = {
     ("gate", "experts", "shared_experts"): _plain,
     ("gate", "experts", "shared_expert", "shared_expert_gate"): _gated,
 }
-
-
-class _AnyExperts:
-    """Replaces a layer of experts in a trial."""
-
-    adds: Callable[[], Tensor] | None = None
-
-    def run(self, module: Any, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """Scale each row by a sum over its choices and weights, and add what a layer would add."""
-        share_T1 = (weights_TK.float() * (ids_TK + 1)).sum(-1, keepdim=True) / int(module.num_experts)
-        routed_TD = (hidden_TD * share_T1).to(hidden_TD.dtype)
-        return routed_TD if self.adds is None else routed_TD + self.adds()
 
 
 class SharedSums:
@@ -94,7 +83,7 @@ def _run_summed(block: Any, hidden_states: Tensor, *, shared: Shared) -> Tensor:
 def _on_any_experts(module: Any, forward: Callable[[Any, Tensor], Any], hidden_states: Tensor) -> Any:
     """Run a block's forward in a trial."""
     layer = module.experts.expert_layer
-    module.experts.expert_layer = _AnyExperts()
+    module.experts.expert_layer = AnyExperts()
     try:
         return forward(module, hidden_states)
     finally:

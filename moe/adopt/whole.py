@@ -3,7 +3,7 @@
 So the run is local and does not depend on the number of ranks, as what is found by it must not.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,13 +19,16 @@ _PROMPT_TOKENS, _DECODE_POSITION = 19, 20
 TRIAL_BLOCKS = 2 * (_DECODE_POSITION // BLOCK_TOKENS + 1)  # of the cache that `run_whole` needs
 
 
-class _AnyExperts:
-    """Replaces a layer of experts; its result depends on rows, choices and weights; local."""
+class AnyExperts:
+    """Replaces a layer of experts in a trial; its result depends on rows, choices and weights; local."""
+
+    adds: Callable[[], Tensor] | None = None
 
     def run(self, module: Any, hidden_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        """Scale each row by a sum over its choices and weights."""
-        share_T1 = (weights_TK * (ids_TK + 1)).sum(-1, keepdim=True) / int(module.num_experts)
-        return hidden_TD * share_T1.to(hidden_TD.dtype)
+        """Scale each row by a sum over its choices and weights, and add what a layer would add."""
+        share_T1 = (weights_TK.float() * (ids_TK + 1)).sum(-1, keepdim=True) / int(module.num_experts)
+        routed_TD = (hidden_TD * share_T1).to(hidden_TD.dtype)
+        return routed_TD if self.adds is None else routed_TD + self.adds()
 
 
 def note_products(net: Any, step: Step, cache: PagedCache) -> None:
@@ -41,7 +44,7 @@ def any_experts(net: nn.Module) -> Iterator[None]:
     layers = [module.expert_layer for module in modules]
     try:
         for module in modules:
-            module.expert_layer = _AnyExperts()
+            module.expert_layer = AnyExperts()
         yield
     finally:
         for module, layer in zip(modules, layers, strict=True):

@@ -44,8 +44,9 @@ from moe.gpu.choose import DeviceLoadCounts
 from moe.gpu.device_weight import DeviceWeight, OneGroup, try_products
 from moe.gpu.experts import DeviceExpertLayer
 from moe.gpu.gate import silu_gate
+from moe.gpu.lora.absorbed import AbsorbedAdapters
 from moe.gpu.lora.adapted import AdaptedRows, DeviceExpertAdapters
-from moe.gpu.lora.low_rank import RANKS, launch_without_rows
+from moe.gpu.lora.low_rank import RANKS, WHOLE, Layout, launch_without_rows
 from moe.gpu.norm import add_rms_norm, rms_norm
 from moe.gpu.products import fp8
 from moe.gpu.products.library_products import LibraryProducts
@@ -161,8 +162,7 @@ def _why_unserved(
     keeps_more = any(shape.state or shape.index_dim for shape in shapes)
     keeps_more = keeps_more or bool(scaled_experts.blocks(net))
     if on.has_adapters:
-        is_latent = any(shape.latent for shape in shapes)
-        problem = problem or _why_no_adapters(on, keeps_more=keeps_more or is_latent)
+        problem = problem or _why_no_adapters(on, keeps_more=keeps_more)
     if on.compiler and (keeps_more or long_rotary.limit_of(net.config) is not None):
         what = "recurrent layers, a sparse index, longrope or experts with scaled inputs"
         problem = problem or f"{what}, which --enable-torch-compile does not support: remove it"
@@ -176,7 +176,7 @@ def _why_unserved(
 
 def _why_no_adapters(on: GpuDevice, *, keeps_more: bool) -> str | None:
     if keeps_more:
-        what = "recurrent layers, cached latents, a sparse index or experts with scaled inputs"
+        what = "recurrent layers, a sparse index or experts with scaled inputs"
         return f"{what}, which --enable-lora does not support on GPUs: use --device cpu, or merge an adapter into the weights"
     if on.compiler:
         return "no compiled form with adapters: use --enable-lora without --enable-torch-compile"
@@ -268,6 +268,8 @@ def _make_cache(
 def _finish(on: GpuDevice, net: PreTrainedModel, step: Step, shapes: list[LayerShape]) -> None:
     """Move buffers to the device, adopt the kernels' forms of modules, and avoid expanding latents twice."""
     net.to(on.device)
+    if step.num_adapters:
+        _open_absorbed(net, step)
     rows, make_cache = SampleRows(on.dtype, on.device), partial(_make_cache, on)
     parts = SequenceParts(RECURRENCES, choose_from_pages, choose_pools, attention_organ.NAME, make_cache)
     exchange_parts(net, step, rows, parts)
@@ -286,6 +288,17 @@ def _finish(on: GpuDevice, net: PreTrainedModel, step: Step, shapes: list[LayerS
     attention_operator.enter(net)
     compiling.enter(net)
     compiling.compile_layers(net, on.compiler)
+
+
+def _open_absorbed(net: PreTrainedModel, step: Step) -> None:
+    """Give the modules that cache latents room for adapters of `kv_b_proj`."""
+    assert isinstance(step, DeviceStep), "a step of another backend"
+    for module in latents.latent_modules(net):
+        unrotated, value_dim = int(module.qk_nope_head_dim), int(module.v_head_dim)
+        heads = len(module.kv_b_proj.weight) // (unrotated + value_dim)
+        module.absorbed_adapters = AbsorbedAdapters(
+            step, heads=heads, unrotated_dim=unrotated, value_dim=value_dim
+        )
 
 
 def _enter_thread(on: GpuDevice) -> None:
@@ -341,14 +354,17 @@ def warm_up(
         layer.sample_TD = None
 
 
-def _adapted_sizes(model: LoadedModel) -> set[tuple[int, int]]:
-    """Return the inputs and outputs of the matrices that take adapters."""
+def _adapted_sizes(model: LoadedModel) -> set[tuple[int, int, Layout]]:
+    """Return the inputs and outputs of the matrices that take adapters, and how adapters lie in memory."""
     held = [getattr(module, "weight", None) for module in model.net.modules()]
     weights = [each for each in held if isinstance(each, DeviceWeight)]
     experts: list[Any] = [slots for layer in model.layers for slots in (layer.up, layer.down)]
     # An embedding has only the product with B.
-    embedded = {(RANKS, each.in_dim) for each in weights}
-    return {(each.in_dim, each.out_dim) for each in (*weights, *experts)} | embedded
+    embedded = {(RANKS, each.in_dim, WHOLE) for each in weights}
+    found = {(each.in_dim, each.out_dim, WHOLE) for each in (*weights, *experts)} | embedded
+    for module in latents.latent_modules(model.net):
+        found |= module.absorbed_adapters.sizes(int(module.kv_b_proj.weight.shape[1]))
+    return found
 
 
 def _try_out(on: GpuDevice, model: LoadedModel, cache: PagedCache, inputs: Inputs) -> None:

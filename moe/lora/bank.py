@@ -313,7 +313,10 @@ def _adapted_weights(net: Any) -> tuple[dict[str, AdaptedWeight], dict[str, Adap
     return weights, embeddings
 
 
-def _absorbed_shape(weight: AbsorbedWeight) -> WeightShape:
+def _absorbed_shape(module: Any) -> WeightShape:
+    if hasattr(module, "kv_b_proj"):
+        return WeightShape(*module.kv_b_proj.weight.shape)
+    weight: AbsorbedWeight = module.absorbed  # on CPUs it replaces the layer
     heads, _, latent, _ = weight.value.shape
     return WeightShape(heads * (weight.key.shape[2] + weight.value_dim), latent)
 
@@ -326,7 +329,7 @@ def _targets(
     return Targets(
         linears={
             **{path: WeightShape(weights[path].out_dim, weights[path].in_dim) for path in weights if path in takes},
-            **{path: _absorbed_shape(module.absorbed) for path, module in absorbed.items()},
+            **{path: _absorbed_shape(module) for path, module in absorbed.items()},
         },
         embeddings={
             path: WeightShape(weight.out_dim, weight.in_dim)

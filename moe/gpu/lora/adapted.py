@@ -17,13 +17,14 @@ from moe.adopt.gates import Gate, arranged
 from moe.gpu.lora.low_rank import DeviceFactorTable, RowGroups, add_low_rank, expand, group_rows
 from moe.lora.tables import ExpertAdapters, Factors
 
+_ROWS = "rows by adapter"  # derived from the step
+
 
 class AdaptedRows:
     """The rows of a step by adapter, shared by the weights of a model."""
 
     def __init__(self, step: DeviceStep) -> None:
         self.step, self.num_places = step, step.num_adapters
-        self._grouped: tuple[Tensor, RowGroups] | None = None  # places, and their groups
 
     def table(self) -> DeviceFactorTable:
         """Return a new table with an entry for each place."""
@@ -42,9 +43,11 @@ class AdaptedRows:
         place_T = self.step.adapters_on_device()
         if self._are_projected(count, is_head):
             return group_rows(place_T[self.step.projected_R], self.num_places)
-        if self._grouped is None or self._grouped[0] is not place_T:
-            self._grouped = place_T, group_rows(place_T, self.num_places)
-        return self._grouped[1]
+        derived = self.step.derived
+        if _ROWS not in derived:
+            derived[_ROWS] = group_rows(place_T, self.num_places)
+        groups: RowGroups = derived[_ROWS]
+        return groups
 
     def add(self, x: Tensor, out_TN: Tensor, table: DeviceFactorTable, *, is_head: bool) -> None:
         """Add what the rows' adapters give to a product of x [..., K], in place, and note that the product has such rows."""

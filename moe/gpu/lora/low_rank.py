@@ -32,10 +32,10 @@ _WORDS = tl.constexpr(ENTRY_WORDS)
 
 @triton.jit(do_not_specialize=["M"])
 def shrink_rows(
-    x, x_rows, table, entries, firsts, ends, low, M, x_stride, K, WIDTH,
-    ROWS: tl.constexpr, RANKS: tl.constexpr, INNER: tl.constexpr, CHUNK: tl.constexpr,
+    x, x_rows, table, entries, firsts, ends, low, M, x_stride, K, a_stride, WIDTH,
+    ROWS: tl.constexpr, RANKS: tl.constexpr, INNER: tl.constexpr, CHUNK: tl.constexpr, IS_SWAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Run as program (tile of members, tile of ranks, chunk of inputs). Writes [chunks, M, WIDTH] float32."""
+    """Run as program (tile of members, tile of ranks, chunk of inputs). Writes [chunks, M, WIDTH] float32. See `Layout`."""
     tile, ranks, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     entry = tl.load(entries + tile)
     if entry >= 0:
@@ -56,7 +56,13 @@ def shrink_rows(
                     mask=is_k[:, None] & is_member[None, :],
                     other=0.0,
                 )
-                a_RK = tl.load(a + k[None, :] * width + r[:, None], mask=is_k[None, :], other=0.0)
+                if IS_SWAPPED:
+                    a_at = r[:, None] * a_stride + k[None, :]
+                    is_a = is_k[None, :] & (r < rank)[:, None]
+                else:
+                    a_at = k[None, :] * width + r[:, None]
+                    is_a = is_k[None, :]
+                a_RK = tl.load(a + a_at, mask=is_a, other=0.0)
                 total = tl.dot(a_RK, x_KT.to(tl.float32), total, input_precision="ieee")
             place = low + (chunk * M + member)[None, :] * WIDTH + r[:, None]
             tl.store(place, total, mask=is_member[None, :])
@@ -64,10 +70,10 @@ def shrink_rows(
 
 @triton.jit(do_not_specialize=["M"])
 def expand_rows(
-    low, out, out_rows, table, entries, firsts, ends, M, out_stride, N, WIDTH,
-    CHUNKS: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr,
+    low, out, out_rows, table, entries, firsts, ends, M, out_stride, N, b_stride, first_column, WIDTH,
+    CHUNKS: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr, IS_SWAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Run as program (tile of members, tile of columns). Adds to `out`."""
+    """Run as program (tile of members, tile of columns). Adds to `out`. See `Layout`."""
     tile = tl.program_id(0)
     entry = tl.load(entries + tile)
     if entry >= 0:
@@ -87,7 +93,11 @@ def expand_rows(
                     part = low + (chunk * M + member)[None, :] * WIDTH + r[:, None]
                     low_RM += tl.load(part, mask=is_member[None, :], other=0.0)
                 is_b = is_column[:, None] & (r < rank)[None, :]
-                b_NR = tl.load(b + r[None, :] * N + column[:, None], mask=is_b, other=0.0)
+                if IS_SWAPPED:
+                    b_at = column[:, None] * ((rank + RANKS - 1) // RANKS * RANKS) + r[None, :]
+                else:
+                    b_at = r[None, :] * b_stride + first_column + column[:, None]
+                b_NR = tl.load(b + b_at, mask=is_b, other=0.0)
                 total = tl.dot(b_NR, low_RM, total, input_precision="ieee")
                 begin += RANKS
             row = tl.load(out_rows + member, mask=is_member, other=0)
@@ -95,6 +105,23 @@ def expand_rows(
             is_out = is_column[:, None] & is_member[None, :]
             total += tl.load(place, mask=is_out, other=0.0).to(tl.float32)
             tl.store(place, total.to(out.dtype.element_ty), mask=is_out)
+
+
+class Layout(NamedTuple):
+    """How the matrices of a table's entries lie in memory: A as [K, W] and B as [R, stride], or the other way round.
+
+    Attributes:
+        stride: Columns of the larger matrix that the one of rank rows is part of; 0: it is whole.
+        first_column: Column of B that makes the first output.
+        is_swapped: A lies as [R, stride] and B as [N, W].
+    """
+
+    stride: int = 0
+    first_column: int = 0
+    is_swapped: bool = False
+
+
+WHOLE = Layout()
 
 
 class RowGroups(NamedTuple):
@@ -135,9 +162,10 @@ class DeviceFactorTable(FactorTable):
         self.most_rank, self.has_rows = 0, False
 
     def put(self, entry: int, factors: Factors | None) -> None:
-        if factors is not None:
-            scaled = factors.scaled()
-            factors = Factors(scaled.a_KW.to(self._device), scaled.b_RN.to(self._device))
+        self.put_placed(entry, None if factors is None else placed(factors, self._device))
+
+    def put_placed(self, entry: int, factors: Factors | None) -> None:
+        """Set an entry to factors of `placed`, or to views of them. While no step runs."""
         super().put(entry, factors)
         self._is_new, self.most_rank = True, int(self.words[:, 2].max())
 
@@ -150,8 +178,20 @@ class DeviceFactorTable(FactorTable):
         return self._words_on_device
 
 
+def placed(factors: Factors, device: torch.device) -> Factors:
+    """Return factors as kernels read them: on a device, in float32 and with a scale of 1."""
+    scaled = factors.scaled()
+    return Factors(scaled.a_KW.to(device), scaled.b_RN.to(device))
+
+
 def add_low_rank(
-    x: Tensor, out: Tensor, groups: RowGroups, table: DeviceFactorTable, *, row_M: Tensor | None = None
+    x: Tensor,
+    out: Tensor,
+    groups: RowGroups,
+    table: DeviceFactorTable,
+    *,
+    row_M: Tensor | None = None,
+    layout: Layout = WHOLE,
 ) -> None:
     """Add every member's low-rank product to its row of `out`, in place.
 
@@ -160,6 +200,7 @@ def add_low_rank(
         out: [M, N] of a floating-point type, with contiguous columns; the rows of members.
         groups: Members by entry of the table.
         row_M: Member's rows of x, int64. None: the member's own number.
+        layout: Of the table's matrices.
     """
     rows_M = groups.member_M if row_M is None else row_M[groups.member_M]
     M, K, chunks = len(rows_M), x.shape[1], triton.cdiv(x.shape[1], CHUNK)
@@ -169,13 +210,16 @@ def add_low_rank(
         return
     low = torch.empty(chunks, M, width, dtype=torch.float32, device=x.device)
     shrink_rows[(tiles, width // RANKS, chunks)](
-        x, rows_M, table.words_on_device, groups.entry_X, groups.first_X, groups.end_X, low, M, x.stride(0), K, width,
-        ROWS=ROWS, RANKS=RANKS, INNER=INNER, CHUNK=CHUNK, num_warps=4, num_stages=2,
+        x, rows_M, table.words_on_device, groups.entry_X, groups.first_X, groups.end_X, low, M, x.stride(0), K,
+        layout.stride or K, width, ROWS=ROWS, RANKS=RANKS, INNER=INNER, CHUNK=CHUNK, IS_SWAPPED=layout.is_swapped, num_warps=4,
+        num_stages=2,
     )  # fmt: skip
-    expand(low, out, groups, table)
+    expand(low, out, groups, table, layout)
 
 
-def expand(low: Tensor, out: Tensor, groups: RowGroups, table: DeviceFactorTable) -> None:
+def expand(
+    low: Tensor, out: Tensor, groups: RowGroups, table: DeviceFactorTable, layout: Layout = WHOLE
+) -> None:
     """Add the sum of `low` [parts, M, W] float32, times B, to the members' rows of `out` [M, N]. Members of `low` are sorted."""
     parts, M, width = low.shape
     N = out.shape[1]
@@ -183,20 +227,24 @@ def expand(low: Tensor, out: Tensor, groups: RowGroups, table: DeviceFactorTable
         return
     expand_rows[(len(groups.entry_X), triton.cdiv(N, COLUMNS))](
         low, out, groups.member_M, table.words_on_device, groups.entry_X, groups.first_X, groups.end_X, M, out.stride(0), N,
-        width, CHUNKS=parts, ROWS=ROWS, RANKS=RANKS, COLUMNS=COLUMNS, num_warps=4, num_stages=2,
+        layout.stride or N, layout.first_column, width, CHUNKS=parts, ROWS=ROWS, RANKS=RANKS, COLUMNS=COLUMNS,
+        IS_SWAPPED=layout.is_swapped, num_warps=4, num_stages=2,
     )  # fmt: skip
 
 
-def launch_without_rows(sizes: Collection[tuple[int, int]], dtype: torch.dtype, device: torch.device) -> None:
-    """Launch the kernels for matrices with these numbers of inputs and outputs, so that they are compiled before a step needs them.
+def launch_without_rows(
+    sizes: Collection[tuple[int, int, Layout]], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Launch the kernels once, so that they are compiled before a step needs them.
 
     Args:
+        sizes: Numbers of inputs and outputs of the matrices, and how they lie in memory.
         dtype: Type of rows. Some products have rows or outputs in float32.
     """
     one = torch.zeros(1, dtype=torch.int64, device=device)
     groups, table = RowGroups(one, one - 1, one, one), DeviceFactorTable(1, device)
     table.most_rank = RANKS
-    for K, N in sizes:
+    for K, N, layout in sizes:
         for own, made in ((dtype, dtype), (dtype, torch.float32), (torch.float32, torch.float32)):
             x = torch.zeros(1, K, dtype=own, device=device)
-            add_low_rank(x, torch.zeros(1, N, dtype=made, device=device), groups, table)
+            add_low_rank(x, torch.zeros(1, N, dtype=made, device=device), groups, table, layout=layout)

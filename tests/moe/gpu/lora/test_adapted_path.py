@@ -16,12 +16,13 @@ from tests.moe.lora.test_adapted_model import EVERYWHERE, MODULES, Case, make_ca
 from tests.support.engines.serving import build, request, serve
 from tests.support.gpu.path import SETTINGS, build_interpreted, mixed_steps, run_steps
 from tests.support.models.adapters import merged, write_adapter
-from tests.support.models.families import VOCABULARY, write_checkpoint
+from tests.support.models.families import SHALLOW, VOCABULARY, write_checkpoint
 from tests.support.ranks import RankPool
 
 TOLERANCE = 1e-4
 LENGTHS = (19, 8)
-FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss")  # a router in float32; another one; biases and a gate in turn
+# A router in float32; another one; biases and a gate in turn; latents and shared experts.
+FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
 
 
 class Found(NamedTuple):
@@ -68,14 +69,15 @@ def check(case: Case, found: Found) -> None:
 @pytest.mark.slow  # interpreted kernels
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_mixes_adapters_and_plain_rows(family: str, interpreter: RankPool, tmp_path: Path) -> None:
-    case = make_case(family, tmp_path)
+    case = make_case(family, tmp_path, is_shallow=family in SHALLOW)
     [found] = interpreter.run(answer, case.directory, case.paths, {})
     check(case, found)
 
 
 @pytest.mark.slow
-def test_an_invariant_service_takes_adapters(interpreter: RankPool, tmp_path: Path) -> None:
-    case = make_case("qwen3_moe", tmp_path)
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_an_invariant_service_takes_adapters(family: str, interpreter: RankPool, tmp_path: Path) -> None:
+    case = make_case(family, tmp_path, is_shallow=True)
     [found] = interpreter.run(answer, case.directory, case.paths, {"batch_invariant": True})
     check(case, found)
 
@@ -138,7 +140,7 @@ def refuse_model(directory: Path, settings: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("family", "settings", "says"),
     [
-        ("deepseek_v3", {}, "cached latents"),
+        ("qwen3_next", {}, "recurrent layers"),
         ("qwen3_moe", {"enable_torch_compile": True, "compiler": "eager"}, "without --enable-torch-compile"),
     ],
 )

@@ -7,7 +7,14 @@ import torch
 
 pytest.importorskip("triton", reason="needs triton: pip install -r requirements-dev.txt")
 from moe.gpu.lora import low_rank
-from moe.gpu.lora.low_rank import DeviceFactorTable, RowGroups, add_low_rank, launch_without_rows
+from moe.gpu.lora.low_rank import (
+    WHOLE,
+    DeviceFactorTable,
+    Layout,
+    RowGroups,
+    add_low_rank,
+    launch_without_rows,
+)
 from moe.lora.tables import Factors
 from tests.support.gpu.triton_compile import check_budget
 from tests.support.service.recorded_launch import recording
@@ -17,10 +24,17 @@ META = torch.device("meta")
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
-    ("in_dim", "out_dim", "rank"), [(7168, 4096, 16), pytest.param(2048, 2880, 64, marks=pytest.mark.slow)]
+    ("in_dim", "out_dim", "rank", "layout"),
+    [
+        (7168, 4096, 16, WHOLE),
+        pytest.param(2048, 2880, 64, WHOLE, marks=pytest.mark.slow),
+        # Halves of DeepSeek-V3's `kv_b_proj`.
+        (128, 512, 16, Layout(128 * 256, is_swapped=True)),
+        (512, 128, 16, Layout(128 * 256)),
+    ],
 )
 def test_both_kernels_compile_for_sm_90_within_their_budget(
-    in_dim: int, out_dim: int, rank: int, dtype: torch.dtype, tmp_path: Path
+    in_dim: int, out_dim: int, rank: int, layout: Layout, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     table = DeviceFactorTable(8, META)
     table.most_rank = rank
@@ -28,7 +42,7 @@ def test_both_kernels_compile_for_sm_90_within_their_budget(
     groups = RowGroups(torch.empty(64, dtype=torch.int64, device=META), tiles, tiles, tiles)
     x, out = (torch.empty(64, width, dtype=dtype, device=META) for width in (in_dim, out_dim))
     with recording((low_rank, "shrink_rows"), (low_rank, "expand_rows")) as launched:
-        add_low_rank(x, out, groups, table)
+        add_low_rank(x, out, groups, table, layout=layout)
     assert [launch.function.__name__ for launch in launched] == ["shrink_rows", "expand_rows"]
     assert launched[0].grid == (9, rank // 16, -(-in_dim // 1024)) and launched[1].grid == (9, out_dim // 64)
     for launch in launched:
@@ -46,7 +60,7 @@ def test_factors_are_on_the_table_s_device() -> None:
 
 def test_kernels_are_launched_for_all_types_before_a_step_needs_them() -> None:
     with recording((low_rank, "shrink_rows"), (low_rank, "expand_rows")) as launched:
-        launch_without_rows([(7168, 4096), (16, 2048)], torch.bfloat16, META)
+        launch_without_rows([(7168, 4096, WHOLE), (16, 2048, WHOLE)], torch.bfloat16, META)
     kinds = [
         (launch.arguments["x"].dtype, launch.arguments["K"]) if "x" in launch.arguments
         else (launch.arguments["out"].dtype, launch.arguments["CHUNKS"])

@@ -1,0 +1,111 @@
+"""LoRA adapters of `kv_b_proj` on GPUs, which attention absorbs or expands (`attention.gpu.organ`).
+
+Each half of the low-rank product acts where its half of the weight acts, as on CPUs (`attention.cpu.adapted_latents`): the key half
+adds `(q @ B_key) @ A` to a head's query in latent space, and the value half adds `(mean @ A) @ B_value` to its output. Latents that
+are expanded for prompts get `(latent @ A) @ B` of their sequence's adapter. All three read the same two matrices.
+
+Legend: R rows of the step, H query heads, U unrotated dims of the key, V value dim, L latent dim, M members (head, row), X blocks,
+B tokens of a block, Y = U + V.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvcache.gpu.step import DeviceStep, Expansion
+from moe.gpu.lora.low_rank import DeviceFactorTable, Layout, RowGroups, add_low_rank, group_rows, placed
+from moe.lora.tables import Factors
+
+
+class _Members(NamedTuple):
+    """A head of a row is a member: those of the first head come first."""
+
+    groups: RowGroups  # by place and head: place * H + head
+    row_M: Tensor  # row * H + head
+
+
+class AbsorbedAdapters:
+    """The adapters of one module; an `attention.gpu.organ.LatentAdapters`."""
+
+    def __init__(self, step: DeviceStep, *, heads: int, unrotated_dim: int, value_dim: int) -> None:
+        self._step, self._heads, self._unrotated = step, heads, unrotated_dim
+        self._of_head = unrotated_dim + value_dim
+        self._whole = DeviceFactorTable(step.num_adapters, step.device)
+        self._keys, self._values = (
+            DeviceFactorTable(step.num_adapters * heads, step.device) for _ in range(2)
+        )
+
+    def put(self, place: int, factors: Factors | None) -> None:
+        """Set what the adapter at a place adds to `kv_b_proj`, or clear it. While no step runs."""
+        whole = None if factors is None else placed(factors, self._step.device)
+        self._whole.put_placed(place, whole)
+        for head in range(self._heads):
+            entry, begin = place * self._heads + head, head * self._of_head
+            keys = values = None
+            if whole is not None:
+                a_LW, b_RN = whole.a_KW, whole.b_RN
+                middle, end = begin + self._unrotated, begin + self._of_head
+                keys = Factors(b_RN[:, begin:middle].t(), a_LW.t()[: len(b_RN)])
+                values = Factors(a_LW, b_RN[:, middle:end])
+            self._keys.put_placed(entry, keys)
+            self._values.put_placed(entry, values)
+
+    @property
+    def is_used(self) -> bool:
+        """Whether rows of the step may have an adapter on this module."""
+        return self._step.has_adapters and not self._whole.is_empty
+
+    def add_to_queries(self, query_RHD: Tensor, out_HRL: Tensor, first: int) -> None:
+        members = self._members(first, len(query_RHD))
+        x_MD = query_RHD.reshape(-1, query_RHD.shape[2])
+        layout = Layout(self._heads * self._of_head, is_swapped=True)
+        add_low_rank(
+            x_MD[:, : self._unrotated], out_HRL.flatten(0, 1), members.groups, self._keys, row_M=members.row_M, layout=layout
+        )  # fmt: skip
+
+    def add_to_values(self, mean_RHL: Tensor, out_HRV: Tensor, first: int) -> None:
+        members = self._members(first, len(mean_RHL))
+        layout = Layout(self._heads * self._of_head)
+        add_low_rank(
+            mean_RHL.reshape(-1, mean_RHL.shape[2]), out_HRV.flatten(0, 1), members.groups, self._values, row_M=members.row_M,
+            layout=layout,
+        )  # fmt: skip
+
+    def add_to_expanded(
+        self, latent_XBL: Tensor, out_XBY: Tensor, blocks: Expansion, first_head: int
+    ) -> None:
+        groups = self._block_groups(blocks, latent_XBL.shape[1])
+        layout = Layout(self._heads * self._of_head, first_head * self._of_head)
+        x_ML = latent_XBL.flatten(0, 1)
+        add_low_rank(x_ML, out_XBY.flatten(0, 1), groups, self._whole, layout=layout)
+
+    def sizes(self, latent_dim: int) -> set[tuple[int, int, Layout]]:
+        """Return the inputs, outputs and layouts of the products, for `low_rank.launch_without_rows`."""
+        width, value_dim = self._heads * self._of_head, self._of_head - self._unrotated
+        return {
+            (self._unrotated, latent_dim, Layout(width, is_swapped=True)),
+            (latent_dim, value_dim, Layout(width)),
+            (latent_dim, width, Layout(width)),
+        }
+
+    def _members(self, first: int, rows: int) -> _Members:
+        key, H = ("heads by adapter", first, rows, self._heads), self._heads
+        if key not in self._step.derived:
+            place_R = self._step.adapters_on_device()[first : first + rows]
+            head_H1 = torch.arange(H, device=place_R.device)[:, None]
+            group_HR = torch.where(place_R >= 0, place_R * H + head_H1, -1)
+            row_HR = torch.arange(rows, device=place_R.device) * H + head_H1
+            groups = group_rows(group_HR.flatten(), self._step.num_adapters * H)
+            self._step.derived[key] = _Members(groups, row_HR.flatten())
+        members: _Members = self._step.derived[key]
+        return members
+
+    def _block_groups(self, blocks: Expansion, block_tokens: int) -> RowGroups:
+        key = "blocks by adapter", blocks.sequences
+        if key not in self._step.derived:
+            place_X = self._step.adapters_of_blocks(blocks)
+            place_M = place_X[:, None].expand(-1, block_tokens).flatten()
+            self._step.derived[key] = group_rows(place_M, self._step.num_adapters)
+        groups: RowGroups = self._step.derived[key]
+        return groups
