@@ -416,7 +416,7 @@ def _make_step(config: EngineConfig, max_model_len: int, backend: Backend) -> St
         threads=config.threads,
         num_ranks=config.world_size,
     )
-    step.num_adapters = config.num_adapters
+    step.num_adapters, step.max_adapter_rank = config.num_adapters, config.max_lora_rank
     return step
 
 

@@ -21,7 +21,7 @@ R rows for which logits are needed, X tiles or blocks.
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -125,6 +125,8 @@ class DeviceStep(Step):
         max_tokens: Of any step. max_rows: Of any step, padding included. max_context: Tokens of a sequence.
         is_invariant: Whether a row's bits must depend neither on the batch nor on how its prompt is cut.
         derived: What others derive from the step on the device. Cleared by `forget_derived`.
+        records_adapters: Whether a graph for steps with adapters is captured: its launches depend on no adapter.
+        changed_tables: Copies of tables of adapters that `copy_tables` makes.
     """
 
     on_device: OnDevice
@@ -170,6 +172,8 @@ class DeviceStep(Step):
         self._rows: tuple[Tensor, Tensor] | None = None
         self._image_ends_P: Tensor | None = None
         self.derived: dict[Any, Any] = {}
+        self.records_adapters = False
+        self.changed_tables: set[Callable[[], None]] = set()
         most_values = (
             12 * padded + 7 * max(padded, max_sequences) + 64 + 2 * self._most_new + 2 * max_sequences
         )
@@ -193,18 +197,28 @@ class DeviceStep(Step):
 
     @property
     def has_fixed_shape(self) -> bool:
-        """Whether the padded size determines all that the step launches, on every rank. Rows with adapters and rows of
+        """Whether the padded size, and whether it runs adapters, determine all that the step launches, on every rank. Rows of
         images launch more."""
-        if self.runs_adapters or self.images:
+        if self.images:
             return False
         if self.prompt_shape is not None:
             return self._has_room
         return self.is_decode_only and (self.agreed_tokens > 0 or not self._is_wide)
 
     @property
+    def adapts_rows(self) -> bool:
+        """Whether rows of this rank may have adapters."""
+        return self.has_adapters or self.records_adapters
+
+    @property
     def runs_adapters(self) -> bool:
         """Whether rows that this rank's experts get may have adapters: its own, or those of other ranks."""
-        return self.has_adapters or (self._is_wide and self.has_placed)
+        return self.adapts_rows or (self._is_wide and self.has_placed)
+
+    def copy_tables(self) -> None:
+        """Copy changed tables of adapters to the device, where graphs read them."""
+        while self.changed_tables:
+            self.changed_tables.pop()()
 
     @property
     def decode_rows(self) -> int:

@@ -6,6 +6,9 @@ are captured first, so that smaller ones find memory in the pool. All graphs wri
 tensor per graph would take gigabytes. Larger steps with prompts, and those whose hidden states are needed, run without a
 graph. If steps with prompts cannot be captured, they run without graphs as well, and `why_no_prompts` has the reason.
 
+A service with adapters has two graphs for each size. One of them launches the products of any adapters: tables at fixed addresses have
+the adapter of each place, so it serves later ones without another capture. Steps without adapters replay the other.
+
 Several ranks capture and replay the same sizes of decode-only steps in the same order, because they agree on each step's
 size before it. Rejected: capturing when a size first occurs, which would stall a running service and count a step
 twice.
@@ -15,6 +18,7 @@ twice.
 
 import gc
 from collections.abc import Callable, Sequence
+from itertools import count, product
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -126,6 +130,7 @@ class _Key(NamedTuple):
 
     has_prompts: bool
     rows: int
+    has_adapters: bool  # the step runs adapters
 
 
 class StepGraphs:
@@ -148,7 +153,7 @@ class StepGraphs:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Padded sizes of decode-only steps that have a graph, smallest first."""
-        return tuple(sorted(key.rows for key in self._replays if not key.has_prompts))
+        return tuple(sorted({key.rows for key in self._replays if not key.has_prompts}))
 
     @property
     def num_graphs(self) -> int:
@@ -158,7 +163,7 @@ class StepGraphs:
     @property
     def prompt_sizes(self) -> tuple[int, ...]:
         """Padded sizes of steps with prompts that have a graph, smallest first."""
-        return tuple(sorted(key.rows for key in self._replays if key.has_prompts))
+        return tuple(sorted({key.rows for key in self._replays if key.has_prompts}))
 
     def capture(
         self,
@@ -178,23 +183,34 @@ class StepGraphs:
         self._replays.clear()
         self._step.fix_prompts(prompt_sizes)
         shapes = self._step.prompt_shapes
-        total = len(sizes) + len(shapes)
+        kinds = adapter_kinds(self._step)
+        done, total = count(1), (len(sizes) + len(shapes)) * len(kinds)
+
+        def tell() -> None:
+            report(next(done), total)
+
         self._make_room(self._step.idle(max(sizes)), [*sizes, *(shape.sequences for shape in shapes)])
-        self._capture_prompts(shapes, recorder, lambda done: report(done, total))
-        for done, size in enumerate(sorted(sizes, reverse=True), start=len(shapes) + 1):
-            self._replays[_Key(False, size)] = recorder.capture(self._run_of(self._step.idle(size)))
-            report(done, total)
+        self._capture_prompts(shapes, kinds, recorder, tell)
+        for size in sorted(sizes, reverse=True):
+            for has_adapters in kinds:
+                run = self._run_of(self._step.idle(size), has_adapters)
+                self._replays[_Key(False, size, has_adapters)] = recorder.capture(run)
+                tell()
         self.num_bytes = recorder.finish()
 
     def _capture_prompts(
-        self, shapes: Sequence[PromptShape], recorder: Recorder, report: Callable[[int], None]
+        self,
+        shapes: Sequence[PromptShape],
+        kinds: Sequence[bool],
+        recorder: Recorder,
+        tell: Callable[[], None],
     ) -> None:
         """Capture steps with prompts, or note why that fails and let them run as without graphs."""
         try:
-            for done, shape in enumerate(sorted(shapes, reverse=True), start=1):
-                run = self._run_of(self._step.idle_prompts(shape))
-                self._replays[_Key(True, shape.rows)] = recorder.capture(run)
-                report(done)
+            for shape, has_adapters in product(sorted(shapes, reverse=True), kinds):
+                run = self._run_of(self._step.idle_prompts(shape), has_adapters)
+                self._replays[_Key(True, shape.rows, has_adapters)] = recorder.capture(run)
+                tell()
         except (GraphError, torch.OutOfMemoryError) as error:
             self.why_no_prompts = error.why if isinstance(error, GraphError) else _first_line(error)
             self._replays.clear()
@@ -206,11 +222,15 @@ class StepGraphs:
         logits_RV[:1, 0].tolist()  # wait: the next step is written to the memory that this one is copied from
         self._logits_RV = logits_RV.new_empty(max(rows), logits_RV.shape[1])
 
-    def _run_of(self, inputs: Inputs) -> Run:
+    def _run_of(self, inputs: Inputs, has_adapters: bool) -> Run:
         def run() -> Tensor:
             self._step.forget_derived()
             out_RV = self._logits_RV[: len(inputs.row_R)]
-            return self._forward(inputs.token_T, self._cache, inputs.row_R, out=out_RV)
+            self._step.records_adapters = has_adapters
+            try:
+                return self._forward(inputs.token_T, self._cache, inputs.row_R, out=out_RV)
+            finally:
+                self._step.records_adapters = False
 
         return run
 
@@ -219,11 +239,19 @@ class StepGraphs:
     ) -> Tensor:
         """Run the step, as `moe.model.Model.forward`. The next replay overwrites the logits of a replay."""
         step = self._step
-        replay = self._replays.get(_Key(step.prompt_shape is not None, step.num_padded))
+        key = _Key(step.prompt_shape is not None, step.num_padded, step.runs_adapters)
+        replay = self._replays.get(key)
         if replay is None or keeps_hidden or not step.has_fixed_shape:
             return self._forward(token_T, cache, logits_R, keeps_hidden=keeps_hidden)
         self.num_replays += 1
+        if key.has_adapters:
+            step.copy_tables()
         return replay()
+
+
+def adapter_kinds(step: DeviceStep) -> tuple[bool, ...]:
+    """Return whether the graphs of a size run adapters: there is one for steps without, and one for any adapters."""
+    return (False, True) if step.num_adapters else (False,)
 
 
 def _first_line(error: BaseException) -> str:

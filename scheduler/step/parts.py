@@ -142,7 +142,7 @@ def estimate_captures(graphs: Any, step: Any, recorder: Any, memory: DeviceMemor
         taken.note,
         prompt_sizes=some_sizes(prompts) if prompts else (),
     )
-    count = len(step.graph_sizes) + len(prompts)
+    count = (len(step.graph_sizes) + len(prompts)) * (2 if step.num_adapters else 1)
     num_bytes = taken.of_all(count)
     step.fix_prompts(())
     return num_bytes

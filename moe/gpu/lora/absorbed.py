@@ -31,9 +31,9 @@ class AbsorbedAdapters:
     def __init__(self, step: DeviceStep, *, heads: int, unrotated_dim: int, value_dim: int) -> None:
         self._step, self._heads, self._unrotated = step, heads, unrotated_dim
         self._of_head = unrotated_dim + value_dim
-        self._whole = DeviceFactorTable(step.num_adapters, step.device)
+        self._whole = DeviceFactorTable(step.num_adapters, step.device, step)
         self._keys, self._values = (
-            DeviceFactorTable(step.num_adapters * heads, step.device) for _ in range(2)
+            DeviceFactorTable(step.num_adapters * heads, step.device, step) for _ in range(2)
         )
 
     def put(self, place: int, factors: Factors | None) -> None:
@@ -54,7 +54,7 @@ class AbsorbedAdapters:
     @property
     def is_used(self) -> bool:
         """Whether rows of the step may have an adapter on this module."""
-        return self._step.has_adapters and not self._whole.is_empty
+        return self._step.adapts_rows and not self._whole.is_idle
 
     def add_to_queries(self, query_RHD: Tensor, out_HRL: Tensor, first: int) -> None:
         members = self._members(first, len(query_RHD))

@@ -1,6 +1,6 @@
 """Which rows of a step have which adapter, and what adapters add to embeddings and experts on a GPU.
 
-A step with adapters runs without a graph. Its other rows keep their bits: experts compute all pairs as without adapters, and
+The rows of a step without an adapter keep their bits: experts compute all pairs as without adapters, and
 those with an adapter once more, with the gate after the adapter's product. This costs a first product in such steps only.
 
 Legend: T rows, padding included, D hidden dim, P pairs (row, choice), S slots, N features of gate and up, I intermediate dim.
@@ -14,7 +14,7 @@ from torch import Tensor
 from kvcache.gpu.step import DeviceStep
 from moe.adopt import gates
 from moe.adopt.gates import Gate, arranged
-from moe.gpu.lora.low_rank import DeviceFactorTable, RowGroups, add_low_rank, expand, group_rows
+from moe.gpu.lora.low_rank import DeviceFactorTable, RowGroups, add_looked_up, add_low_rank, group_rows
 from moe.lora.tables import ExpertAdapters, Factors
 
 _ROWS = "rows by adapter"  # derived from the step
@@ -28,7 +28,7 @@ class AdaptedRows:
 
     def table(self) -> DeviceFactorTable:
         """Return a new table with an entry for each place."""
-        return DeviceFactorTable(self.num_places, self.step.device)
+        return DeviceFactorTable(self.num_places, self.step.device, self.step)
 
     def are_known(self, count: int, dim: int, *, is_head: bool) -> bool:
         """Return whether `count` rows of a tensor with `dim` dimensions are the step's, or those that the output projection gets."""
@@ -54,25 +54,18 @@ class AdaptedRows:
         x_TK = x.reshape(-1, x.shape[-1]).contiguous()
         is_known = self.are_known(len(x_TK), x.dim(), is_head=is_head)
         table.has_rows = table.has_rows or is_known
-        if not self.step.has_adapters or table.is_empty:
+        if not self.step.adapts_rows or table.is_idle:
             return
-        assert is_known, f"a weight with {x.shape[-1]} inputs takes no adapters and has one"
-        add_low_rank(x_TK, out_TN, self.groups(len(x_TK), is_head=is_head), table)
+        assert is_known or table.is_empty, f"a weight with {x.shape[-1]} inputs takes no adapters and has one"
+        if is_known:
+            add_low_rank(x_TK, out_TN, self.groups(len(x_TK), is_head=is_head), table)
 
     def add_embedded(self, ids_T: Tensor, out_TD: Tensor, table: DeviceFactorTable) -> None:
         """Add what the rows' adapters give to an embedding's rows, in place: a row of A for each id, times B."""
-        if not self.step.has_adapters or table.is_empty or len(ids_T) != self.step.num_padded:
+        if not self.step.adapts_rows or table.is_idle or len(ids_T) != self.step.num_padded:
             return
         groups, place_T = self.groups(len(ids_T), is_head=False), self.step.adapters_on_device()
-        ids_M, place_M = ids_T[groups.member_M], place_T[groups.member_M]
-        factors = [(place, table.factors(place)) for place in range(self.num_places)]
-        width = max(each.a_KW.shape[1] for _, each in factors if each is not None)
-        low_MW = torch.zeros(len(ids_T), width, device=out_TD.device)
-        for place, each in factors:
-            if each is not None:
-                a_MW = torch.nn.functional.pad(each.a_KW[ids_M], (0, width - each.a_KW.shape[1]))
-                low_MW = torch.where((place_M == place)[:, None], a_MW, low_MW)
-        expand(low_MW[None], out_TD, groups, table)
+        add_looked_up(ids_T, place_T, out_TD, groups, table)
 
 
 class DeviceExpertAdapters(ExpertAdapters):
@@ -83,9 +76,14 @@ class DeviceExpertAdapters(ExpertAdapters):
 
     def __init__(self, num_slots: int, gate: Gate, step: DeviceStep) -> None:
         self.gate, self.step = gate, step
-        super().__init__(
-            step.num_adapters, num_slots, lambda entries: DeviceFactorTable(entries, step.device)
-        )
+        super().__init__(step.num_adapters, num_slots)
+
+    def _open(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        entries = self.num_places * num_slots
+        # An adapter may have gate and up apart.
+        self.up = DeviceFactorTable(entries, self.step.device, self.step, parts=2)
+        self.down = DeviceFactorTable(entries, self.step.device, self.step)
 
     def put(self, place: int, slot: int, up: Factors | None, down: Factors | None) -> None:
         if up is not None:
@@ -99,7 +97,7 @@ class DeviceExpertAdapters(ExpertAdapters):
             row_P, slot_offsets: As in `Dispatched`.
             place_N: Places of the received rows, -1 for rows without an adapter.
         """
-        if not self.step.runs_adapters or (self.up.is_empty and self.down.is_empty):
+        if not self.step.runs_adapters or (self.up.is_idle and self.down.is_idle):
             return None
         return AdaptedPairs(self, row_P, slot_offsets, place_N)
 

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.cpu.adapted_latents import ENTRY_WORDS
+from kvcache.gpu.step import DeviceStep
 from moe.lora.tables import Factors, FactorTable
 
 ROWS, RANKS, COLUMNS, INNER = 16, 16, 64, 64  # of a tile
@@ -107,6 +108,20 @@ def expand_rows(
             tl.store(place, total.to(out.dtype.element_ty), mask=is_out)
 
 
+@triton.jit
+def look_up_rows(ids, places, members, table, low, WIDTH, WIDTH_PAD: tl.constexpr):
+    """Run as program (member). Writes the row of A for the member's id to [M, WIDTH] float32. `places` are of the rows."""
+    member = tl.program_id(0).to(tl.int64)
+    row = tl.load(members + member)
+    place = tl.load(places + row)
+    if place >= 0:
+        rank = tl.load(table + place * _WORDS + 2)
+        a = tl.load(table + place * _WORDS).to(tl.pointer_type(tl.float32))
+        r, width = tl.arange(0, WIDTH_PAD), (rank + 15) // 16 * 16
+        values = tl.load(a + tl.load(ids + row) * width + r, mask=r < width, other=0.0)
+        tl.store(low + member * WIDTH + r, values, mask=r < WIDTH)
+
+
 class Layout(NamedTuple):
     """How the matrices of a table's entries lie in memory: A as [K, W] and B as [R, stride], or the other way round.
 
@@ -152,12 +167,21 @@ class DeviceFactorTable(FactorTable):
     """A table with its factors and entries on a device.
 
     Attributes:
+        most_rank: Of its entries.
         has_rows: Whether a product with rows of a step was seen.
     """
 
-    def __init__(self, num_entries: int, device: torch.device) -> None:
+    def __init__(
+        self, num_entries: int, device: torch.device, step: DeviceStep | None = None, *, parts: int = 1
+    ) -> None:
+        """Allocate empty entries.
+
+        Args:
+            step: The step of the products, for steps that are captured. None: none is.
+            parts: Matrices that an entry may join, each with the rank of an adapter.
+        """
         super().__init__(num_entries)
-        self._device, self._is_new = device, False
+        self._device, self._is_new, self._step, self._parts = device, False, step, parts
         self._words_on_device = torch.zeros(num_entries, ENTRY_WORDS, dtype=torch.int64, device=device)
         self.most_rank, self.has_rows = 0, False
 
@@ -168,14 +192,55 @@ class DeviceFactorTable(FactorTable):
         """Set an entry to factors of `placed`, or to views of them. While no step runs."""
         super().put(entry, factors)
         self._is_new, self.most_rank = True, int(self.words[:, 2].max())
+        if self._step is not None:
+            self._step.changed_tables.add(self._copy)
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether a graph is captured that serves any adapters."""
+        return self._step is not None and self._step.records_adapters
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether a product need not look at its entries."""
+        return self.is_empty and not self.is_recorded
+
+    @property
+    def width(self) -> int:
+        """Ranks for which products are launched: those of the entries, or of any adapters in a captured step."""
+        rank = self.most_rank
+        if self._step is not None and self.is_recorded:
+            rank = self._step.max_adapter_rank * self._parts
+        return int(triton.cdiv(rank, RANKS)) * RANKS
 
     @property
     def words_on_device(self) -> Tensor:
-        """Entries as kernels read them: int64 [entries, 3]. Copied after changes."""
+        """Entries as kernels read them, always at one address: int64 [entries, 4]. Copied after changes."""
+        self._copy()
+        return self._words_on_device
+
+    def _copy(self) -> None:
         if self._is_new:
             self._words_on_device.copy_(torch.from_numpy(self.words))
             self._is_new = False
-        return self._words_on_device
+
+
+def add_looked_up(
+    ids_T: Tensor, place_T: Tensor, out: Tensor, groups: RowGroups, table: DeviceFactorTable
+) -> None:
+    """Add a row of A for each id, times B, to the rows of `out` [T, N], in place. A has a row for each id.
+
+    Args:
+        ids_T: int64. place_T: The table's entry of each row, or -1. groups: The same, sorted.
+    """
+    M, width = len(ids_T), table.width
+    if not (M and width):
+        return
+    low = torch.empty(1, M, width, dtype=torch.float32, device=out.device)
+    look_up_rows[(M,)](
+        ids_T, place_T, groups.member_M, table.words_on_device, low, width, WIDTH_PAD=triton.next_power_of_2(width), num_warps=1
+    )  # fmt: skip
+    expand(low, out, groups, table)
 
 
 def placed(factors: Factors, device: torch.device) -> Factors:
@@ -204,7 +269,7 @@ def add_low_rank(
     """
     rows_M = groups.member_M if row_M is None else row_M[groups.member_M]
     M, K, chunks = len(rows_M), x.shape[1], triton.cdiv(x.shape[1], CHUNK)
-    width = triton.cdiv(table.most_rank, RANKS) * RANKS
+    width = table.width
     tiles = len(groups.entry_X)
     if not (tiles and width):
         return

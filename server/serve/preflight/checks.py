@@ -203,18 +203,10 @@ def say_notes(given: Options, options: Options, pools: Sequence[Pool]) -> None:
     sizes = dict.fromkeys(pool.num_ranks for pool in pools)
     for note in (
         note_on_hand_over(given, options),
-        note_on_adapters(options),
         *(note_on_redundancy(options, num_ranks) for num_ranks in sizes),
     ):
         if note is not None:
             say(f"wideep: {note}")
-
-
-def note_on_adapters(options: Options) -> str | None:
-    """Return a note if steps with adapters are slower than others for another reason than their products."""
-    if not options.engine.enable_lora or options.device != "cuda":
-        return None
-    return "steps with LoRA adapters run without CUDA graphs"
 
 
 def note_on_redundancy(options: Options, num_ranks: int) -> str | None:

@@ -460,7 +460,7 @@ def test_a_step_is_filled_when_the_last_copy_is_done(step: DeviceStep) -> None:
     assert log == [("wait", 0), ("copied", 2), ("wait", 2), ("copied", 5)]
 
 
-def test_a_step_with_adapters_has_no_fixed_shape_and_their_places_on_the_device() -> None:
+def test_a_step_runs_adapters_if_a_row_has_one_and_has_their_places_on_the_device() -> None:
     step = DeviceStep(
         max_tokens=16, max_sequences=4, max_blocks=2, block_tokens=16, device=torch.device("cpu")
     )
@@ -468,20 +468,19 @@ def test_a_step_with_adapters_has_no_fixed_shape_and_their_places_on_the_device(
     spans = [Span(4, 1, range(1), adapter=2), Span(7, 1, range(1, 2)), Span(2, 1, range(2, 3), adapter=0)]
     step.fill(spans, 3)
     step.inputs([1, 2, 3], [0, 1, 2])
-    assert step.is_decode_only and not step.has_fixed_shape, "it must not be replayed"
+    assert step.runs_adapters and step.has_fixed_shape
     places = step.adapters_on_device()
     assert places.tolist() == [2, -1, 0, -1] and step.adapters_on_device() is places
     step.fill([span._replace(adapter=-1) for span in spans], 3)
     step.inputs([1, 2, 3], [0, 1, 2])
-    assert step.has_fixed_shape and step.adapters_on_device().tolist() == [-1] * 4
+    assert not step.runs_adapters and step.adapters_on_device().tolist() == [-1] * 4
 
 
-def test_a_step_of_several_ranks_has_no_fixed_shape_once_an_adapter_has_a_place() -> None:
+def test_a_step_of_several_ranks_runs_adapters_once_one_has_a_place() -> None:
     sizes = {"max_tokens": 16, "max_sequences": 4, "max_blocks": 2, "block_tokens": 16}
     for num_ranks in (1, 2):
         step = DeviceStep(device=torch.device("cpu"), num_ranks=num_ranks, **sizes)
         step.num_adapters = 3
         for step.has_placed in (False, True):
             step.fill([Span(4, 1, range(1))], 1, agreed_tokens=4)
-            runs = num_ranks == 2 and step.has_placed
-            assert (step.runs_adapters, step.has_fixed_shape) == (runs, not runs)
+            assert step.runs_adapters == (num_ranks == 2 and step.has_placed)

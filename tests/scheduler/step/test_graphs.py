@@ -118,6 +118,31 @@ def test_steps_with_drafts_replay_the_sizes_of_their_rows(step: DeviceStep) -> N
     assert model.calls == captured + replays
 
 
+def test_steps_with_adapters_have_graphs_that_see_changed_tables(step: DeviceStep) -> None:
+    step.num_adapters = 2
+    model, told = FakeModel(step), list[tuple[int, int]]()
+    recorded: list[bool] = []
+    forward = model.forward
+
+    def noting(*args: Any, **options: Any) -> Tensor:
+        recorded.append(step.records_adapters)
+        return forward(*args, **options)
+
+    graphs = StepGraphs(noting, step, None)  # type: ignore[arg-type]
+    graphs.capture([1, 2], FakeRecorder(), lambda *each: told.append(each))
+    assert told == [(1, 4), (2, 4), (3, 4), (4, 4)] and graphs.sizes == (1, 2) and graphs.num_graphs == 4
+    assert recorded[1:] == [False, True, False, True] and not step.records_adapters
+    copied: list[str] = []
+    for adapter, copies in ((-1, []), (1, ["table"]), (1, ["table"])):
+        if not copied:
+            step.changed_tables = {lambda: copied.append("table")}
+        step.fill([Span(3, 1, [0, 1], adapter=adapter)], 1)
+        inputs = step.inputs([53], [0])
+        assert graphs(inputs.token_T, None, inputs.row_R).tolist() == [[53, 3]]  # type: ignore[arg-type]
+        assert copied == copies, "a step without adapters copies nothing, and each table is copied once"
+    assert graphs.num_replays == 3 and recorded[-3:] == [False, True, True]
+
+
 @pytest.mark.parametrize("why", ["prompt", "hidden states", "no graph of the size"])
 def test_other_steps_run_as_they_are(step: DeviceStep, why: str) -> None:
     model = FakeModel(step)

@@ -7,7 +7,7 @@ import pytest
 
 from moe.lora.adapter_files import read_adapter
 from server.serve.preflight.adapter_room import AdaptedFeatures, adapted_features, rank_adapter_bytes
-from server.serve.preflight.checks import check_choices, check_files, check_room, note_on_adapters
+from server.serve.preflight.checks import check_choices, check_files, check_room
 from server.serve.preflight.memory import ExpertMemory, WeightBytes, check_memory
 from server.serve.preflight.model import read_config
 from server.tools.size.costs.read_model import read_model
@@ -121,16 +121,12 @@ def test_a_start_counts_the_room_for_its_adapters(tmp_path: Path, monkeypatch: p
     check_room(many.with_engine(enable_lora=False), weights, pool_sizes=[1], gpu_bytes=None)
 
 
-def test_gpus_that_use_deepep_are_refused_and_others_have_no_graphs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpus_that_use_deepep_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("server.serve.preflight.checks.check_backend", lambda *_names, **_on_gpus: None)
     options = replace(options_for(write_checkpoint(tmp_path)), device="cuda").with_engine(enable_lora=True)
     check_choices(options, [1, 4])
     deep_ep = options.with_engine(all2all_backend="deep_ep")
     assert "with 4 GPUs and --all2all-backend deep_ep" in complaint_of(lambda: check_choices(deep_ep, [1, 4]))
-    assert note_on_adapters(options) == "steps with LoRA adapters run without CUDA graphs"
-    assert note_on_adapters(replace(options, device="cpu")) is None
 
 
 @pytest.mark.slow  # builds engines
