@@ -10,12 +10,16 @@ B tokens of a block, Y = U + V.
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from attention.cpu.adapted_latents import ENTRY_WORDS
 from kvcache.gpu.step import DeviceStep, Expansion
-from moe.gpu.lora.low_rank import DeviceFactorTable, Layout, RowGroups, add_low_rank, group_rows, placed
+from moe.gpu.lora.low_rank import DeviceFactorTable, Layout, RowGroups, add_low_rank, group_rows
 from moe.lora.tables import Factors
+
+_NUMBER_BYTES = 4  # float32
 
 
 class _Members(NamedTuple):
@@ -38,18 +42,18 @@ class AbsorbedAdapters:
 
     def put(self, place: int, factors: Factors | None) -> None:
         """Set what the adapter at a place adds to `kv_b_proj`, or clear it. While no step runs."""
-        whole = None if factors is None else placed(factors, self._step.device)
-        self._whole.put_placed(place, whole)
-        for head in range(self._heads):
-            entry, begin = place * self._heads + head, head * self._of_head
-            keys = values = None
-            if whole is not None:
-                a_LW, b_RN = whole.a_KW, whole.b_RN
-                middle, end = begin + self._unrotated, begin + self._of_head
-                keys = Factors(b_RN[:, begin:middle].t(), a_LW.t()[: len(b_RN)])
-                values = Factors(a_LW, b_RN[:, middle:end])
-            self._keys.put_placed(entry, keys)
-            self._values.put_placed(entry, values)
+        self._whole.put(place, factors)
+        a_at, b_at, rank, kind = self._whole.words[place].tolist()
+        begin_H = np.arange(self._heads) * self._of_head if rank else 0
+        entries = slice(place * self._heads, (place + 1) * self._heads)
+        for table, first, second in (
+            (self._keys, b_at + _NUMBER_BYTES * begin_H, a_at),
+            (self._values, a_at, b_at + _NUMBER_BYTES * (begin_H + self._unrotated) if rank else 0),
+        ):
+            words = np.zeros((self._heads, ENTRY_WORDS), np.int64)
+            for column, value in enumerate((first, second, rank, kind)):
+                words[:, column] = value
+            table.put_words(entries, words)
 
     @property
     def is_used(self) -> bool:

@@ -17,6 +17,7 @@ R rank (W: rounded up to a multiple of RANKS).
 from collections.abc import Collection
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -186,11 +187,18 @@ class DeviceFactorTable(FactorTable):
         self.most_rank, self.has_rows = 0, False
 
     def put(self, entry: int, factors: Factors | None) -> None:
-        self.put_placed(entry, None if factors is None else placed(factors, self._device))
-
-    def put_placed(self, entry: int, factors: Factors | None) -> None:
-        """Set an entry to factors of `placed`, or to views of them. While no step runs."""
+        if factors is not None:
+            scaled = factors.scaled()
+            factors = Factors(scaled.a_KW.to(self._device), scaled.b_RN.to(self._device))
         super().put(entry, factors)
+        self._note_change()
+
+    def put_words(self, entries: slice, words: np.ndarray) -> None:
+        """Set entries to parts of factors that another table keeps. While no step runs."""
+        self.words[entries] = words
+        self._note_change()
+
+    def _note_change(self) -> None:
         self._is_new, self.most_rank = True, int(self.words[:, 2].max())
         if self._step is not None:
             self._step.changed_tables.add(self._copy)
@@ -241,12 +249,6 @@ def add_looked_up(
         ids_T, place_T, groups.member_M, table.words_on_device, low, width, WIDTH_PAD=triton.next_power_of_2(width), num_warps=1
     )  # fmt: skip
     expand(low, out, groups, table)
-
-
-def placed(factors: Factors, device: torch.device) -> Factors:
-    """Return factors as kernels read them: on a device, in float32 and with a scale of 1."""
-    scaled = factors.scaled()
-    return Factors(scaled.a_KW.to(device), scaled.b_RN.to(device))
 
 
 def add_low_rank(
