@@ -162,7 +162,7 @@ def _why_unserved(
     keeps_more = any(shape.state or shape.index_dim for shape in shapes)
     keeps_more = keeps_more or bool(scaled_experts.blocks(net))
     if on.has_adapters:
-        problem = problem or _why_no_adapters(on, keeps_more=keeps_more)
+        problem = problem or _why_no_adapters(on, scales_inputs=bool(scaled_experts.blocks(net)))
     if on.compiler and (keeps_more or long_rotary.limit_of(net.config) is not None):
         what = "recurrent layers, a sparse index, longrope or experts with scaled inputs"
         problem = problem or f"{what}, which --enable-torch-compile does not support: remove it"
@@ -174,9 +174,9 @@ def _why_unserved(
     return problem
 
 
-def _why_no_adapters(on: GpuDevice, *, keeps_more: bool) -> str | None:
-    if keeps_more:
-        what = "recurrent layers, a sparse index or experts with scaled inputs"
+def _why_no_adapters(on: GpuDevice, *, scales_inputs: bool) -> str | None:
+    if scales_inputs:
+        what = "experts with scaled inputs"
         return f"{what}, which --enable-lora does not support on GPUs: use --device cpu, or merge an adapter into the weights"
     if on.compiler:
         return "no compiled form with adapters: use --enable-lora without --enable-torch-compile"

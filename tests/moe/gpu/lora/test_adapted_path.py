@@ -21,8 +21,10 @@ from tests.support.ranks import RankPool
 
 TOLERANCE = 1e-4
 LENGTHS = (19, 8)
-# A router in float32; another one; biases and a gate in turn; latents and shared experts.
-FAMILIES = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
+# A router in float32; another one; biases and a gate in turn; latents and shared experts; three kinds of states; a sparse index.
+FAMILIES = (
+    "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_next", "kimi_linear", "nemotron_h", "deepseek_v32",
+)  # fmt: skip
 
 
 class Found(NamedTuple):
@@ -140,7 +142,7 @@ def refuse_model(directory: Path, settings: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     ("family", "settings", "says"),
     [
-        ("qwen3_next", {}, "recurrent layers"),
+        ("llama4", {}, "experts with scaled inputs"),
         ("qwen3_moe", {"enable_torch_compile": True, "compiler": "eager"}, "without --enable-torch-compile"),
     ],
 )
