@@ -77,10 +77,8 @@ class Step:
         self.has_long = False  # whether any row's sequence is long: `long_T` has them
         self.tells_long = False  # whether the model uses `long_T`; set when it is built
         self.long_T = torch.zeros(padded, dtype=torch.bool)
-        self.num_adapters = (
-            0  # places of LoRA adapters; set before the model is built, like their largest rank
-        )
-        self.max_adapter_rank = 0
+        # Places of LoRA adapters, and their largest rank; set before the model is built.
+        self.num_adapters = self.max_adapter_rank = 0
         # Whether any row has an adapter. `adapter_T` has their places, -1 for rows without one.
         self.has_adapters = False
         self.adapter_T = torch.full((padded,), -1, dtype=torch.int64)

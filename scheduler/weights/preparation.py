@@ -27,7 +27,7 @@ from scheduler.policy.request import Request, SamplingParams
 from scheduler.policy.scheduler import Scheduler
 from scheduler.policy.sequence import Sequence, SequenceStatus
 from scheduler.step.runner import Runner
-from scheduler.weights.updates import Posted
+from scheduler.weights.updates import PostedVersion
 
 CHUNK_S = 0.15  # target duration of a chunk, which all streams wait for
 LEAST_CHUNK, MOST_CHUNK = 32, 128  # tokens
@@ -72,7 +72,7 @@ class Preparation:
         self._block_tokens = scheduler.pool.block_tokens
         self._ids = count()
         self.num_tokens = 0  # counter: tokens of chunks
-        self._posted: Posted | None = None  # the version that is being prepared
+        self._posted: PostedVersion | None = None  # the version that is being prepared
         self._copies: dict[Sequence, Sequence] = {}  # by open request
         self._num_prepared: dict[Sequence, int] = {}  # tokens, by open request
         self._left_out: set[Sequence] = set()  # requests without enough blocks
@@ -87,7 +87,7 @@ class Preparation:
             return True
         return not self._lacking(DELAYING_BLOCKS * self._block_tokens)
 
-    def step(self, posted: Posted) -> None:
+    def step(self, posted: PostedVersion) -> None:
         """Run a chunk with the version that all ranks posted. Collective; raises as `Runner.run`."""
         if self._posted is None or self._posted.loaded is not posted.loaded:
             self._begin(posted)
@@ -107,7 +107,7 @@ class Preparation:
         self._num_prepared.clear()
         self._left_out.clear()
 
-    def _begin(self, posted: Posted) -> None:
+    def _begin(self, posted: PostedVersion) -> None:
         self.end()
         self._posted = posted
         posted.loaded.model.join(self._model)

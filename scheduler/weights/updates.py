@@ -57,7 +57,7 @@ class Loaded(NamedTuple):
     overwrite: Overwrite | None = None
 
 
-class Posted(NamedTuple):
+class PostedVersion(NamedTuple):
     """A loaded version that this rank has posted to the others."""
 
     loaded: Loaded
@@ -101,11 +101,11 @@ class RankWeights:
         self._wanted: WeightOrder | None = None  # being loaded, or loaded
         self._loaded: Loaded | None = None
         # The version that was posted last. Steps may run its model, so it is not freed before another one is posted.
-        self._kept: Posted | None = None
+        self._kept: PostedVersion | None = None
         self._waste: list[Callable[[], None]] = []  # frees weights that do not serve any more
         self._checks: list[WeightOrder] = []
         self._worker: threading.Thread | None = None
-        self._posted = 0
+        self._posted_number = 0
         self._is_closed = False
 
     def order(self, order: WeightOrder) -> None:
@@ -134,24 +134,26 @@ class RankWeights:
     def has_news(self) -> bool:
         """Whether this rank has another number to post than it posted last."""
         with self._lock:
-            return self._next() != self._posted
+            return self._next() != self._posted_number
 
     def number_to_post(self) -> int:
         """Return the version that this rank can switch to, otherwise the serving one."""
         with self._lock:
-            self._posted = self._next()
+            self._posted_number = self._next()
             self._keep_posted()
-            return self._posted
+            return self._posted_number
 
     @property
-    def posted(self) -> Posted:
+    def posted(self) -> PostedVersion:
         """The version next to the serving one that this rank posted last. Its model stays until the next `number_to_post`."""
         assert self._kept is not None, "the serving version was posted"
         return self._kept
 
     def switch(self, number: int, step: int) -> None:
         """Serve the version that all ranks posted, from this step on."""
-        assert number == self._posted, f"version {number} of the weights was not posted, {self._posted} was"
+        assert number == self._posted_number, (
+            f"version {number} of the weights was not posted, {self._posted_number} was"
+        )
         assert self._loaded is not None and self._parts is not None, "what was posted is loaded"
         assert self._loaded.held == self._parts.held(), "experts moved after the weights were loaded"
         self._install(step)
@@ -230,9 +232,9 @@ class RankWeights:
         """Keep the version that is posted, if it is not the serving one. Free the one that was kept, if it was dropped."""
         kept = self._kept
         self._kept = None
-        if self._posted != self.serving.number:
+        if self._posted_number != self.serving.number:
             assert self._loaded is not None and self.newest is not None, "what is posted is loaded"
-            self._kept = Posted(self._loaded, self.newest.version)
+            self._kept = PostedVersion(self._loaded, self.newest.version)
         if kept is not None and kept.loaded is not self._loaded:
             self._waste.append(kept.loaded.model.dismantle)
             self._work_if_needed()

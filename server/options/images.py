@@ -48,15 +48,19 @@ def _folder(name: str, given: Any) -> str:
     return path
 
 
+def _json_object(name: str, given: Any, example: str) -> dict[str, Any]:
+    try:
+        value = json.loads(given) if isinstance(given, str) else given
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise OptionsError(f"{name} is {given!r}; give a JSON object such as '{example}'")
+    return value
+
+
 def _most_images(name: str, given: Any) -> int:
     """Read vLLM's JSON object. Video and audio may only have 0."""
-    try:
-        limits = json.loads(given) if isinstance(given, str) else given
-    except ValueError:
-        limits = None
-    shown = f"{name} is {given!r}"
-    if not isinstance(limits, dict):
-        raise OptionsError(f"""{shown}; give a JSON object such as '{{"image": 4}}'""")
+    limits, shown = _json_object(name, given, '{"image": 4}'), f"{name} is {given!r}"
     counts = {
         kind: limit.get("count", 0) if isinstance(limit, dict) else limit for kind, limit in limits.items()
     }
@@ -76,13 +80,7 @@ def _device(name: str, given: Any) -> str:
 
 def _processor_settings(name: str, given: Any) -> str:
     """Read vLLM's JSON object. Return it as JSON."""
-    try:
-        settings = json.loads(given) if isinstance(given, str) else given
-    except ValueError:
-        settings = None
-    shown = f"{name} is {given!r}"
-    if not isinstance(settings, dict):
-        raise OptionsError(f"""{shown}; give a JSON object such as '{{"max_pixels": 1000000}}'""")
+    settings, shown = _json_object(name, given, '{"max_pixels": 1000000}'), f"{name} is {given!r}"
     for key, value in settings.items():
         if key not in PROCESSOR_SETTINGS:
             raise OptionsError(f"{shown}; {key} cannot be set: use {', '.join(PROCESSOR_SETTINGS)}")

@@ -19,7 +19,7 @@ from scheduler.weights.preparation import (
     Preparation,
     most_steps,
 )
-from scheduler.weights.updates import Loaded, Posted
+from scheduler.weights.updates import Loaded, PostedVersion
 from scheduler.weights.versions import WeightDigests, WeightVersion
 from tests.support.engines.serving import request
 
@@ -37,10 +37,10 @@ class NewModel:
         self.joined.append(other)
 
 
-def posted(number: int = 1) -> Posted:
+def posted(number: int = 1) -> PostedVersion:
     digests = WeightDigests("p", np.zeros((1, 1), np.uint64))
     version = WeightVersion(number, digest=f"digest {number}")
-    return Posted(Loaded(NewModel(), [[0]], digests, 1), version)
+    return PostedVersion(Loaded(NewModel(), [[0]], digests, 1), version)
 
 
 class Rank:
@@ -85,7 +85,7 @@ class Rank:
         outputs = self.scheduler.commit(batch, [7] * count, [None] * count)
         return [each.request_id for each in outputs if each.finish_reason]
 
-    def prepare(self, version: Posted) -> int:
+    def prepare(self, version: PostedVersion) -> int:
         """Prepare between steps until the rank is prepared. Return the number of chunks."""
         before = len(self.chunks)
         while not self.preparation.is_complete:
@@ -93,7 +93,7 @@ class Rank:
             self.step()
         return len(self.chunks) - before
 
-    def switch(self, version: Posted) -> int:
+    def switch(self, version: PostedVersion) -> int:
         """Switch, and compute what the cache lacks. Return the number of tokens of prompts that were computed."""
         self.preparation.end()
         self.scheduler.use_weights(version.version.digest, version.version.number)
