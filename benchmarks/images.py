@@ -19,14 +19,11 @@ model takes ten minutes.
 
 import argparse
 import asyncio
-import base64
 import os
 import statistics
 import sys
 import tempfile
-import threading
 from collections.abc import Mapping, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,6 +37,7 @@ from server.http.client import ServiceClient
 from server.tools.bench.figures import percentile, ttft_s
 from server.tools.bench.stream import STREAMED, StreamClient, StreamedAnswer
 from tests.support.requests.pictures import data_url, png_of
+from tests.support.requests.web_pictures import WebPictures
 
 SIZES = (448, 1344)  # pixels of a side
 PARTS = ("fetch", "decode", "process", "tower")
@@ -88,44 +86,17 @@ class Gaps(NamedTuple):
     num_refused: int
 
 
-class Pictures:
-    """An HTTP server of pictures on this machine."""
-
-    def __init__(self) -> None:
-        self._files: dict[str, bytes] = {}
-        files = self._files
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                content = files[self.path]
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
-
-            def log_message(self, *_: object) -> None:
-                """Print nothing."""
-
-        self._server = ThreadingHTTPServer((HOST, 0), Handler)
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-    def url_of(self, data_url: str) -> str:
-        """Return an http URL of a data URL's file."""
-        path = f"/{len(self._files)}.png"
-        self._files[path] = base64.b64decode(data_url.partition(",")[2])
-        return f"http://{HOST}:{self._server.server_port}{path}"
-
-    def close(self) -> None:
-        """Stop serving."""
-        self._server.shutdown()
-
-
 def picture(side: int, seed: int) -> str:
     """Return a random picture as a data URL."""
+    return data_url(picture_file(side, seed))
+
+
+def picture_file(side: int, seed: int) -> bytes:
+    """Return a random picture as a PNG."""
     draw = np.random.default_rng(seed)
     coarse = draw.integers(0, 256, (side // 16, side // 16, 3), np.uint8).repeat(16, 0).repeat(16, 1)
     lines = np.concatenate([np.zeros((side, 1), np.uint8), coarse.reshape(side, -1)], axis=1)
-    return data_url(png_of(side, side, lines.tobytes()))
+    return png_of(side, side, lines.tobytes())
 
 
 def chat(content: Sequence[Mapping[str, Any]], num_tokens: int) -> dict[str, Any]:
@@ -162,13 +133,13 @@ async def ask(client: StreamClient, body: Mapping[str, Any]) -> StreamedAnswer:
 
 
 async def measure_size(
-    client: StreamClient, url: str, side: int, rounds: int, pictures: Pictures
+    client: StreamClient, url: str, side: int, rounds: int, web: WebPictures
 ) -> SizeFigures:
     """Send new images and each one again, with another question, and by an http URL."""
     new, repeated, other, fetched, fetches, parts = [], [], [], [], [], []
     for number in range(rounds):
-        image = picture(side, seed=1000 * side + number)
-        body = about(image)
+        file = picture_file(side, seed=1000 * side + number)
+        body = about(image := data_url(file))
         before = seconds_of_parts(url)
         first = await ask(client, body)
         after = seconds_of_parts(url)
@@ -176,7 +147,7 @@ async def measure_size(
         assert again.cached_tokens > first.prompt_tokens // 2, "the prefix of a repeated image is cached"
         other.append(ttft_s(await ask(client, about(image, question="Where is the cat on the mat?"))))
         fetched_before = seconds_of_parts(url)["fetch"]
-        fetched.append(ttft_s(await ask(client, about(pictures.url_of(image)))))
+        fetched.append(ttft_s(await ask(client, about(web.url_of(file)))))
         fetches.append(seconds_of_parts(url)["fetch"] - fetched_before)
         new.append(ttft_s(first))
         repeated.append(ttft_s(again))
@@ -272,15 +243,15 @@ async def measure(
     service: Service, rounds: int, sizes: Sequence[int]
 ) -> tuple[list[SizeFigures], dict[str, StreamFigures], int]:
     """Run all measurements on a service."""
-    url, pictures = f"http://{HOST}:{service.port}", Pictures()
+    url = f"http://{HOST}:{service.port}"
     client = StreamClient(url)
     try:
         await ask(client, about(picture(SIZES[0], seed=1)))  # starts the encoder
-        figures = [await measure_size(client, url, side, rounds, pictures) for side in sizes]
+        with WebPictures(HOST) as web:
+            figures = [await measure_size(client, url, side, rounds, web) for side in sizes]
         return figures, *await measure_streams(client, service, rounds)
     finally:
         client.close()
-        pictures.close()
 
 
 def main() -> int:

@@ -58,9 +58,8 @@ class EncoderSettings(NamedTuple):
     most_pixels: int  # largest width times height of an image
     device: str = "cpu"  # of the tower: cpu, cuda or cuda:N
     threads: int = 1
-    processor: Mapping[str, Any] = MappingProxyType(
-        {}
-    )  # settings of the image processor that replace the checkpoint's
+    # Settings of the image processor that replace the checkpoint's.
+    processor: Mapping[str, Any] = MappingProxyType({})
 
 
 class EncodedImage:

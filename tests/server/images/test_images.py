@@ -5,7 +5,6 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from PIL import Image
 from server.offline import LLM, LLMError, SamplingParams
 from tests.support.models.seeing import IMAGE_TOKEN, MERGE, write_seeing_model
 from tests.support.requests.pictures import data_url, png, png_of
+from tests.support.requests.web_pictures import WebPictures
 from tests.support.service.real_service import START_S, RealService
 from tests.support.service.service_processes import wait_until
 
@@ -276,26 +276,15 @@ def test_the_offline_chat_gives_the_same_answer(
 
 
 def test_a_picture_from_the_web(service: RealService, oracle: Oracle) -> None:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(TALL)
-
-        def log_message(self, *_: Any) -> None:
-            """Print nothing."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as web:
-        threading.Thread(target=web.serve_forever, daemon=True).start()
-        body = chat_body(["the cat"])
-        part = {"type": "image_url", "image_url": {"url": f"http://127.0.0.1:{web.server_port}/x.png"}}
+    with WebPictures() as web:
+        body, url = chat_body(["the cat"]), web.url_of(TALL)
+        part = {"type": "image_url", "image_url": {"url": url}}
         body["messages"][0]["content"].append(part)
         found = service.post("/v1/chat/completions", json=body).json()
         assert tokens_of(found) == oracle.answer(["the cat", TALL])
-        part["image_url"]["url"] = f"http://localhost:{web.server_port}/x.png"  # type: ignore[index]
+        part["image_url"]["url"] = url.replace("127.0.0.1", "localhost")  # type: ignore[index]
         refused = service.post("/v1/chat/completions", json=body)
         assert refused.status_code == 400 and "localhost' are not allowed" in refused.text
-        web.shutdown()
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
 """Streams about images continue on other ranks, unchanged. No image is fetched or encoded again."""
 
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ from server.cli import main
 from tests.server.images.test_images import STEPS, Oracle, Parts, Stream, chat, counter, tokens_of
 from tests.support.models.seeing import write_seeing_model
 from tests.support.requests.pictures import png
+from tests.support.requests.web_pictures import WebPictures
 from tests.support.service.real_service import START_S, RealService
 from tests.support.service.service_processes import wait_until
 
@@ -23,36 +22,14 @@ MOVED = 'wideep:request_moves_total{cause="drain"'
 ENCODED = 'wideep:images_total{outcome="encoded"}'
 
 
-class Web:
-    """A web server with a picture at each path. Counts the requests."""
-
-    def __init__(self) -> None:
-        self.num_fetches = 0
-        web = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                web.num_fetches += 1
-                self.send_response(200)
-                self.end_headers()
-                self.wfile.write(picture(int(self.path[1:])))
-
-            def log_message(self, *_: object) -> None:
-                """Print nothing."""
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-
 def picture(number: int) -> bytes:
     return png(56, 84, 41 + number)
 
 
 @pytest.fixture(scope="module")
-def web() -> Iterator[Web]:
-    web = Web()
-    yield web
-    web.server.shutdown()
+def web() -> Iterator[WebPictures]:
+    with WebPictures() as web:
+        yield web
 
 
 @pytest.fixture(scope="module")
@@ -81,11 +58,11 @@ def wanted(service: RealService, model: tuple[Path, Oracle]) -> list[list[int]]:
 
 
 def check_streams(
-    service: RealService, web: Web, wanted: list[list[int]], change: Callable[[], None]
+    service: RealService, web: WebPictures, wanted: list[list[int]], change: Callable[[], None]
 ) -> float:
     """Change the ranks while streams run, and check that all are as before. Return the number of moves."""
-    url, before = f"http://127.0.0.1:{web.server.server_port}", counter(service, MOVED)
-    chats: list[Parts] = [[f"{url}/{number}", "the mat"] for number in range(NUM_STREAMS)]
+    before = counter(service, MOVED)
+    chats: list[Parts] = [[web.url_of(picture(number)), "the mat"] for number in range(NUM_STREAMS)]
     fetched = web.num_fetches
     streams = [Stream(service, parts, NUM_TOKENS) for parts in chats]
     wait_until(lambda: all(len(each.token_ids) >= 3 for each in streams), service.output)
@@ -100,7 +77,9 @@ def check_streams(
     return counter(service, MOVED) - before
 
 
-def test_streams_of_a_drained_rank_continue(service: RealService, web: Web, wanted: list[list[int]]) -> None:
+def test_streams_of_a_drained_rank_continue(
+    service: RealService, web: WebPictures, wanted: list[list[int]]
+) -> None:
     def drain() -> None:
         assert main(["drain", "1", service.url, "--timeout", "60"]) == 0
 
@@ -110,7 +89,7 @@ def test_streams_of_a_drained_rank_continue(service: RealService, web: Web, want
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_streams_of_a_service_that_is_resized_continue(
-    num_ranks: int, service: RealService, web: Web, wanted: list[list[int]]
+    num_ranks: int, service: RealService, web: WebPictures, wanted: list[list[int]]
 ) -> None:
     def resize() -> None:
         body = {"new_data_parallel_size": num_ranks}
