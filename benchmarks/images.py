@@ -4,26 +4,27 @@ A real service with a random Qwen3-VL-MoE of moderate size (or a given model). N
 one after the other; /metrics has the times of fetch, decoding, image processor and tower, and the rest of the time to the first
 token is the rank's prefill with HTTP. Then each image is sent again, with another question, and by an http URL.
 
-At last, eight streams decode in turn: alone; while twenty new images arrive, with each scheduling policy of the encoder process; while
-these images arrive again, already encoded; and while as many texts of the same length arrive. The last two come when the first
-tokens of the new images came. Both differ from the streams alone by the prefill of the prompts, and new images differ
-from them by the encoder process.
+At last, eight streams decode in turn: alone; while twenty new images arrive, as served, and as a control without the policy
+SCHED_IDLE of the encoder (`server.front.images.priority`); while these images arrive again, already encoded; and while as many
+texts of the same length arrive. The last two come when the first tokens of the new images came. Both differ from the streams
+alone by the prefill of the prompts, and new images differ from them by the encoder process.
 
 Expected bound: the tower takes its operations (2 x parameters x patches, and attention) over the rate of one thread; a repeated
 image costs its digest and the last tokens of its prompt, because its prefix is cached; streams lose what the encoder
 process takes from the cores with its low priority. Goals: a repeated image at most 0.2 of a new one.
 
-Run: `python -m benchmarks.images [MODEL] [--ranks 1] [--rounds 5] [--save]`. Needs Pillow, and root to change policies. The default
+Run: `python -m benchmarks.images [MODEL] [--ranks 1] [--rounds 5] [--save]`. Needs Pillow, and root for the control. The default
 model takes ten minutes.
 """
 
 import argparse
 import asyncio
+import contextlib
 import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,14 +43,13 @@ from tests.support.requests.web_pictures import WebPictures
 SIZES = (448, 1344)  # pixels of a side
 PARTS = ("fetch", "decode", "process", "tower")
 STREAMS, IMAGES, TOKENS = 8, 20, 500
-NICE, IDLE, ENCODED, TEXTS, ALONE = (
-    "new images, niceness",
-    "new images, SCHED_IDLE",
+ALONE, NEW, NICE, ENCODED, TEXTS = (
+    "alone",
+    "new images",
+    "new images, encoder with a niceness only",
     "encoded images",
     "texts",
-    "alone",
 )
-POLICIES = {NICE: os.SCHED_OTHER, IDLE: os.SCHED_IDLE}
 CHAT = "/v1/chat/completions"
 
 
@@ -187,11 +187,18 @@ async def stream_gaps(
     )
 
 
-def set_policy(service: Service, policy: int) -> None:
-    """Set the scheduling policy of the encoder process."""
+@contextlib.contextmanager
+def niceness_only(service: Service) -> Iterator[None]:
+    """Take the policy SCHED_IDLE from the threads of the encoder process, for a while."""
     [pid] = [pid for pid in service.pids() if b"image-encoder" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        os.sched_setscheduler(int(task.name), policy, os.sched_param(0))
+    policies = {thread: os.sched_getscheduler(thread) for thread in map(int, os.listdir(f"/proc/{pid}/task"))}
+    try:
+        for thread in policies:
+            os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
+        yield
+    finally:
+        for thread, policy in policies.items():
+            os.sched_setscheduler(thread, policy, os.sched_param(0))
 
 
 async def texts_of(client: StreamClient, num_tokens: int, number: int) -> list[dict[str, Any]]:
@@ -209,21 +216,21 @@ async def measure_streams(
     client: StreamClient, service: Service, rounds: int
 ) -> tuple[dict[str, StreamFigures], int]:
     """Run the streams next to everything, in turn. Return the figures, and the tokens of each prompt."""
-    found: dict[str, list[Gaps]] = {name: [] for name in (ALONE, NICE, IDLE, ENCODED, TEXTS)}
+    found: dict[str, list[Gaps]] = {name: [] for name in (ALONE, NEW, NICE, ENCODED, TEXTS)}
     await stream_gaps(client, ())
     num_tokens = 0
     for number in range(rounds):
         found[ALONE].append(await stream_gaps(client, ()))
-        for name in sorted(POLICIES, reverse=number % 2 == 1):
-            set_policy(service, POLICIES[name])
-            seeds = range(1000 * number, 1000 * number + IMAGES)
-            images = [picture(SIZES[0], seed + (500 if name == IDLE else 0)) for seed in seeds]
+        for name in (NEW, NICE) if number % 2 else (NICE, NEW):
+            first_seed = 1000 * number + (500 if name == NICE else 0)
+            images = [picture(SIZES[0], seed) for seed in range(first_seed, first_seed + IMAGES)]
             bodies = [about(image, before=f"{number:03}.{at:03}") for at, image in enumerate(images)]
-            found[name].append(await stream_gaps(client, bodies))
-        # The images of the last policy again, after other texts, so that no prefix of them is cached.
+            with niceness_only(service) if name == NICE else contextlib.nullcontext():
+                found[name].append(await stream_gaps(client, bodies))
+        # The last images again, after other texts, so that no prefix of them is cached.
         again = [about(image, before=f"{number:03}:{at:03}") for at, image in enumerate(images)]
         num_tokens = (await ask(client, about(images[0], before=f"{number:03}?999"))).prompt_tokens
-        arrivals_s = found[NICE][-1].first_s
+        arrivals_s = found[NEW][-1].first_s
         found[ENCODED].append(await stream_gaps(client, again, arrivals_s))
         texts = await texts_of(client, num_tokens, number)
         found[TEXTS].append(await stream_gaps(client, texts, arrivals_s))

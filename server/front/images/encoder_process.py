@@ -1,7 +1,7 @@
 """The process that turns images into rows: it decodes, runs `transformers`' image processor, then the model's image tower.
 
 Images are untrusted, and towers take long. So neither runs in the front: a crash ends this process, and its low priority leaves
-the processors to the ranks. It encodes one image at a time, always on the same number of threads, so that the rows of an image are
+the processors to the ranks (`priority`). It encodes one image at a time, always on the same number of threads, so that the rows of an image are
 the same bits whenever they are computed. Decoding and the image processor run on the CPU. The tower may run on a GPU.
 
 Input on stdin: the settings as one line of JSON, then one image per line: a number, the file with its bytes, its digest, and the
@@ -30,10 +30,10 @@ from moe.vision.tower import Tower
 from server.front.images.encoder import EncoderSettings
 from server.front.images.kimi_processor import KimiImageProcessor
 from server.front.images.picture_files import UnusableImageError, open_picture
+from server.front.images.priority import PoliteWorker
 from server.front.images.tiles import TileProcessor
 from server.machine.parent_death import die_with_parent
 
-NICENESS = 10
 _OWN_PROCESSORS: dict[str, Any] = {
     "kimi_k25": KimiImageProcessor,
     "llama4": TileProcessor,
@@ -43,20 +43,21 @@ _OWN_PROCESSORS: dict[str, Any] = {
 def run_encoder(orders: TextIO = sys.stdin) -> int:
     """Answer until stdin ends; return the exit status."""
     die_with_parent()
-    os.nice(NICENESS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     transformers.utils.logging.set_verbosity_error()  # of a missing torchvision, for example
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries print too
-    settings = json.loads(orders.readline())
+    settings = EncoderSettings(**json.loads(orders.readline()))
+    worker = PoliteWorker(settings.threads)
     try:
-        encoder = ImageEncoder(EncoderSettings(**settings))
+        encoder = ImageEncoder(settings)
     except Exception as error:  # noqa: BLE001 - the front reports any of them
         print(json.dumps({"failure": f"{type(error).__name__}: {error}"}), file=answers, flush=True)
         return 1
     print(json.dumps({"meaning": encoder.meaning}), file=answers, flush=True)
     for line in orders:
-        print(json.dumps(encoder.answer(json.loads(line))), file=answers, flush=True)
+        answer = worker.run(encoder.answer, json.loads(line))
+        print(json.dumps(answer), file=answers, flush=True)
     return 0
 
 

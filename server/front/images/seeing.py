@@ -36,17 +36,19 @@ IMAGE_TYPES: dict[str, dict[str, tuple[str, ...]]] = {
     "qwen3_5_moe": {},
     "qwen3_vl_moe": {},
 }
-_PIXELS = ("size", "min_pixels", "max_pixels")  # Qwen2-VL's processor
-# Settings of a type's image processor that decide how many tokens an image becomes. --mm-processor-kwargs may change them.
+_EDGES = ("size.longest_edge", "size.shortest_edge")
+_PIXELS = (*_EDGES, "min_pixels", "max_pixels")  # Qwen2-VL's processor
+# Settings of a type's image processor that decide how many tokens an image becomes, with a dot before keys of an object.
+# --mm-processor-kwargs may change them.
 SIZE_SETTINGS: dict[str, tuple[str, ...]] = {
-    "ernie4_5_vl_moe": ("size",),
+    "ernie4_5_vl_moe": _EDGES,
     "gemma4": ("max_soft_tokens",),
-    "glm4v_moe": ("size",),
+    "glm4v_moe": _EDGES,
     "intern_s2_preview": _PIXELS,
-    "kimi_k25": ("size", "max_patches"),
+    "kimi_k25": ("size.max_height", "size.max_width", "max_patches"),
     "llama4": ("max_patches",),
-    "mistral3": ("size",),
-    "mistral_large4": ("size",),
+    "mistral3": ("size.longest_edge",),
+    "mistral_large4": ("size.longest_edge",),
     "qwen3_5_moe": _PIXELS,
     "qwen3_vl_moe": _PIXELS,
 }

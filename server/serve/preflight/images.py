@@ -4,7 +4,9 @@ Each front has one such process, with the model's image tower. Reads config.json
 """
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from server.front.images.seeing import SIZE_SETTINGS, why_no_images
 from server.machine.model_fields import NOT_OF_TEXT
@@ -33,16 +35,24 @@ def check_images(options: Options, look_for_gpus: Look = look) -> None:
     if images.processor_settings and not images.why_off:
         if reason:
             raise PreflightError(f"--mm-processor-kwargs is given, but the model takes no images: {reason}")
-        known = SIZE_SETTINGS[read_config(directory)["model_type"]]
-        for name in images.processor_settings:
-            if name not in known:
-                raise PreflightError(
-                    f"--mm-processor-kwargs has {name}, but the image processor of {read_config(directory)['model_type']} has "
-                    f"only {', '.join(known)}"
-                )
+        _check_settings(images.processor_settings, read_config(directory)["model_type"])
     if images.encoder_device != "cpu" and not images.why_off and not reason:
         facts, problem = look_for_gpus()
         _check_device(images.encoder_device, facts, problem, tower_bytes(directory))
+
+
+def _check_settings(settings: Mapping[str, Any], model_type: str) -> None:
+    known = SIZE_SETTINGS[model_type]
+    given = [
+        f"{name}.{key}" if key else name
+        for name, value in settings.items()
+        for key in (value if isinstance(value, dict) else ("",))
+    ]
+    for name in given:
+        if name not in known:
+            raise PreflightError(
+                f"--mm-processor-kwargs has {name}, but the image processor of {model_type} has only {', '.join(known)}"
+            )
 
 
 def _check_device(name: str, facts: GpuFacts, problem: str, num_bytes: int) -> None:

@@ -158,9 +158,12 @@ def test_the_size_settings_of_a_type_reach_its_processor(family: str, tmp_path: 
     else:
         write_seeing_model(tmp_path, family)
     plain = read_processor(tmp_path).to_dict()
-    for name in SIZE_SETTINGS[family]:
-        value = _GIVEN.get(name) or {key: 1000 + number for number, key in enumerate(plain["size"])}
+    for name, _, key in (each.partition(".") for each in SIZE_SETTINGS[family]):
+        value = {key: 1000} if key else _GIVEN[name]
         changed = read_processor(tmp_path, {name: value}).to_dict()
         where = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}.get(name)
-        assert (changed["size"][where] if where else changed[name]) == value
-    assert set(SIZE_SETTINGS[family]) <= set(PROCESSOR_SETTINGS)
+        expected = plain[name] | value if key else value
+        assert (changed["size"][where] if where else changed[name]) == expected
+    assert {each.partition(".")[0] for each in SIZE_SETTINGS[family]} <= set(PROCESSOR_SETTINGS)
+    sizes = {each.partition(".")[2] for each in SIZE_SETTINGS[family]} - {""}
+    assert not sizes or sizes == plain["size"].keys()

@@ -38,7 +38,8 @@ def seeing(directory: Path, model_type: str = "qwen3_vl_moe", **config: Any) -> 
         ("qwen3_vl_moe", {"max_pixels": 5, "size": {"longest_edge": 5}}, ""),
         ("llama4", {"max_patches": 5}, ""),
         ("gemma4", {"max_pixels": 5}, "has max_pixels, but the image processor of gemma4 has only max_soft_tokens"),
-        ("llama4", {"size": {"height": 5}}, "has size, but the image processor of llama4 has only max_patches"),
+        ("llama4", {"size": {"height": 5}}, "has size.height, but the image processor of llama4 has only max_patches"),
+        ("mistral3", {"size": {"height": 5}}, "has size.height, but the image processor of mistral3 has only size.longest_edge"),
         ("qwen3_moe", {"max_pixels": 5}, "the model takes no images: images for models of type qwen3_moe"),
     ],
 )  # fmt: skip
