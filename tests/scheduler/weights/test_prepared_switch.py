@@ -2,11 +2,13 @@
 
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from moe.vision.tower import Tower
 from scheduler.assembly import Assembled
 from scheduler.policy.config import DispatchMode
 from scheduler.policy.request import Request, RequestOutput
@@ -15,9 +17,10 @@ from scheduler.weights.versions import WeightState
 from tests.scheduler.weights.test_ranks_update_together import alone, is_served, merged, stage_all
 from tests.scheduler.weights.test_versions_served import Run, fresh, requests
 from tests.support.engines.crew import Crew, Doom
-from tests.support.engines.serving import PATIENCE_S, occupy
+from tests.support.engines.serving import PATIENCE_S, occupy, request
 from tests.support.engines.versions import serve_version, stage, version, write_other
 from tests.support.models.families import write_checkpoint
+from tests.support.models.seeing import draw_picture, prompt_of, write_seeing_checkpoint
 
 NUM_PROMPTS, PROMPT_TOKENS, OUTPUT_TOKENS = 4, 60, 60
 
@@ -117,6 +120,31 @@ def test_prepared_requests_continue_with_the_same_tokens(
     assert stats.num_preemptions == 0
     # Tiers hold the blocks that they were saving when the engine stopped.
     assert stats.num_free_blocks == stats.num_blocks or "kv_offloading_bytes" in how
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["qwen3_vl_moe", *(pytest.param(each, marks=pytest.mark.slow) for each in ("qwen3_5_moe", "gemma4"))],
+)
+def test_prepared_requests_with_images_continue_with_the_same_tokens(family: str, tmp_path: Path) -> None:
+    """Rows of images at several layers; recurrent layers; images that one chunk must hold."""
+    first, other = tmp_path / "a", tmp_path / "b"
+    config = write_seeing_checkpoint(family, first).config
+    write_seeing_checkpoint(family, other, seed=1)
+    large, small = (draw_picture(*size, seed, config) for seed, size in enumerate(((16, 12), (8, 4))))
+    prompts = [prompt_of([5, large, 30], 0), prompt_of([40, small, 9, small], 1), prompt_of([70], 2)]
+    tower = Tower(first)
+    wanted = [
+        request(f"open {at}", each.token_ids, images=each.images(tower), max_tokens=OUTPUT_TOKENS)
+        for at, each in enumerate(prompts)
+    ]
+    run = Run(first)
+    counts = update_in_the_middle(run, other, wanted)
+    check_tokens(run, other, wanted)
+    assert counts.prepared >= sum(len(each.token_ids) for each in prompts)
+    assert counts.after < len(prompts) * 40, "their prefixes were cached"
+    unseen = [replace(each, images=()) for each in wanted]
+    assert fresh(other, wanted) != fresh(other, unseen), "images change answers"
 
 
 def test_chunks_do_not_count_as_load(tmp_path: Path) -> None:
