@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
+from hypothesis.internal.conjecture import providers
 
 from tests.support import durations
 from tests.support.gpu.interpreted import NO_TRITON, interpret
@@ -51,6 +52,10 @@ def pytest_configure(config: pytest.Config) -> None:
     durations.register(config)
     is_fast = "not slow" in config.option.markexpr
     settings.load_profile("same examples" if is_fast else "search")
+    if is_fast:
+        # Hypothesis also tries constants of all imported modules. Then examples depend on the selected tests, and reading hundreds
+        # of modules takes each worker two seconds.
+        providers._get_local_constants = lambda: providers._local_constants
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -82,8 +87,7 @@ def pytest_collection() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exclude what was imported and collected from garbage collections. A full one would take about a second."""
-    gc.collect()
+    """Exclude what was imported and collected from garbage collections. A full one would take seconds, so none precedes this."""
     gc.freeze()
     gc.enable()
 

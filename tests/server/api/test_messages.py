@@ -2,9 +2,9 @@
 
 import threading
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
-import anthropic
 import httpx
 import pytest
 
@@ -18,18 +18,24 @@ ADD: Any = {"name": "add", "input_schema": {"type": "object", "properties": {"a"
 
 
 @pytest.fixture(scope="module")
-def claude(front: FrontProcess) -> Iterator[anthropic.Anthropic]:
+def anthropic() -> Any:
+    """Anthropic's package. Its import takes seconds, so only the worker that runs these tests imports it."""
+    return import_module("anthropic")
+
+
+@pytest.fixture(scope="module")
+def claude(front: FrontProcess, anthropic: Any) -> Iterator[Any]:
     """Anthropic's client, which sends its key as x-api-key."""
     with anthropic.Anthropic(base_url=front.url, api_key="second", max_retries=0, timeout=TIMEOUT_S) as made:
         yield made
 
 
-def create(claude: anthropic.Anthropic, word: str, **how: Any) -> Any:
+def create(claude: Any, word: str, **how: Any) -> Any:
     asked: Any = {"model": "claude-alias", "max_tokens": 200, "messages": [{"role": "user", "content": word}]}
     return claude.messages.create(**(asked | how))
 
 
-def test_a_whole_message_has_blocks_and_usage(front: FrontProcess, claude: anthropic.Anthropic) -> None:
+def test_a_whole_message_has_blocks_and_usage(front: FrontProcess, claude: Any) -> None:
     script = front.script("m-whole", THINKING, num_cached_tokens=3)
     message = create(claude, "m-whole", system="be brief", extra_body={"temperature": 0.5, "top_k": 3})
     assert message.id.startswith("msg_") and (message.role, message.model) == ("assistant", "claude-alias")
@@ -45,7 +51,7 @@ def test_a_whole_message_has_blocks_and_usage(front: FrontProcess, claude: anthr
     assert (request.params.temperature, request.params.top_k, request.params.max_tokens) == (0.5, 3, 200)
 
 
-def test_a_stream_s_events_build_the_whole_message(front: FrontProcess, claude: anthropic.Anthropic) -> None:
+def test_a_stream_s_events_build_the_whole_message(front: FrontProcess, claude: Any) -> None:
     front.script("m-stream", THINKING, num_cached_tokens=2)
     whole = create(claude, "m-stream")
     asked: Any = {"model": "tiny", "max_tokens": 200, "messages": [{"role": "user", "content": "m-stream"}]}
@@ -76,7 +82,7 @@ def test_the_wire_is_what_anthropic_documents(front: FrontProcess) -> None:
     assert "[DONE]" not in response.text
 
 
-def test_a_tool_is_called_and_its_result_read(front: FrontProcess, claude: anthropic.Anthropic) -> None:
+def test_a_tool_is_called_and_its_result_read(front: FrontProcess, claude: Any) -> None:
     front.script("m-call", CALLING)
     message = create(claude, "m-call", tools=[ADD], tool_choice={"type": "auto"})
     use = message.content[-1]
@@ -98,7 +104,7 @@ def test_a_tool_is_called_and_its_result_read(front: FrontProcess, claude: anthr
     assert "<|start|>tool\nm-sum<|end|>\n<|start|>user\nso?<|end|>" in prompt
 
 
-def test_a_tool_s_input_is_streamed(front: FrontProcess, claude: anthropic.Anthropic) -> None:
+def test_a_tool_s_input_is_streamed(front: FrontProcess, claude: Any) -> None:
     front.script("m-input", CALLING)
     asked: Any = {"messages": [{"role": "user", "content": "m-input"}], "tools": [ADD]}
     with claude.messages.stream(model="tiny", max_tokens=200, **asked) as stream:
@@ -108,7 +114,7 @@ def test_a_tool_s_input_is_streamed(front: FrontProcess, claude: anthropic.Anthr
     assert message.content[-1].input == {"a": 1, "b": "ü"} and message.stop_reason == "tool_use"
 
 
-def test_a_named_tool_and_a_format_bind_the_answer(front: FrontProcess, claude: anthropic.Anthropic) -> None:
+def test_a_named_tool_and_a_format_bind_the_answer(front: FrontProcess, claude: Any) -> None:
     front.script("m-named", '{"a": 1}')
     message = create(claude, "m-named", tools=[ADD], tool_choice={"type": "tool", "name": "add"})
     assert (message.stop_reason, message.content[0].input) == ("tool_use", {"a": 1})
@@ -124,7 +130,7 @@ def test_a_named_tool_and_a_format_bind_the_answer(front: FrontProcess, claude: 
     assert len(bound) == 2 and all(each is not None and each.kind == "json_schema" for each in bound)
 
 
-def test_stop_sequences_and_lengths_are_told(front: FrontProcess, claude: anthropic.Anthropic) -> None:
+def test_stop_sequences_and_lengths_are_told(front: FrontProcess, claude: Any) -> None:
     front.script("m-stop", "one<END> two")
     message = create(claude, "m-stop", stop_sequences=["zzz", "<END>"])
     assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "<END>")
@@ -132,7 +138,7 @@ def test_stop_sequences_and_lengths_are_told(front: FrontProcess, claude: anthro
     assert create(claude, "m-stop", max_tokens=2).stop_reason == "max_tokens"
 
 
-def test_more_tokens_than_fit_are_those_that_fit(front: FrontProcess, claude: anthropic.Anthropic) -> None:
+def test_more_tokens_than_fit_are_those_that_fit(front: FrontProcess, anthropic: Any, claude: Any) -> None:
     front.script("m-large", [97] * MAX_LEN)
     message = create(claude, "m-large", max_tokens=32_000)
     request = front.asked("m-large")
@@ -142,7 +148,7 @@ def test_more_tokens_than_fit_are_those_that_fit(front: FrontProcess, claude: an
         create(claude, "x" * 5000)
 
 
-def test_a_failure_is_a_status_or_an_event(front: FrontProcess, claude: anthropic.Anthropic) -> None:
+def test_a_failure_is_a_status_or_an_event(front: FrontProcess, anthropic: Any, claude: Any) -> None:
     front.script("m-fails", "", finish=FinishReason.ERROR, error="out of luck")
     with pytest.raises(anthropic.InternalServerError, match="out of luck"):
         create(claude, "m-fails")
@@ -170,9 +176,7 @@ def test_keys_are_wanted_in_either_header(front: FrontProcess) -> None:
         assert refusal(front.post(path, json=body, headers=headers))[:2] == (401, "authentication_error")
 
 
-def test_a_stream_s_beginning_and_end_count_the_same_input(
-    front: FrontProcess, claude: anthropic.Anthropic
-) -> None:
+def test_a_stream_s_beginning_and_end_count_the_same_input(front: FrontProcess, claude: Any) -> None:
     front.script("m-counts", "abc", num_cached_tokens=4)
     events = list(create(claude, "m-counts", stream=True))
     [start] = [event.message.usage for event in events if event.type == "message_start"]
