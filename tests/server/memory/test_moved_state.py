@@ -48,19 +48,15 @@ class Case(NamedTuple):
 
 
 DRAFTS = ("--speculative-config", NGRAM)
+# The tests named above compare each kind of model and each type of blocks alone.
 CASES = {
-    "two ranks per pool": Case(),
-    "drafts": Case(flags=DRAFTS),
     "drafts of the model": Case("deepseek_v3", flags=("--speculative-config", json.dumps(MTP)), has_mtp=True),
-    "recurrent": Case("qwen3_next"),
     "recurrent with drafts": Case("qwen3_next", flags=DRAFTS),
-    "sparse": Case("deepseek_v32"),
     "windows": Case("gpt_oss"),
     "constant eviction": Case(flags=(FEW_BLOCKS,)),
     "constant eviction with drafts, one rank per pool": Case(
         pools="prefill:1,decode:1", flags=(FEW_BLOCKS, *DRAFTS)
     ),
-    "int8": Case(form=("--kv-cache-dtype=int8",)),
     "fp8, sparse, drafts, one rank per pool": Case(
         "deepseek_v32", "prefill:1,decode:1", DRAFTS, ("--kv-cache-dtype=fp8",)
     ),
