@@ -32,6 +32,7 @@ from server.link.messages import DropPlacement, ReadExperts, ToRank
 
 _LOG = logging.getLogger("wideep.front")
 POLL_S = 0.02  # while an operation waits
+CAUSE_S = 2.0  # after ranks began to meet, for the end of the stream that explains it
 LEAVE_S = 3.0  # for leaving ranks to end by themselves
 DRAIN_S = 120.0  # vLLM's default
 MOST_OPERATIONS = 16  # remembered
@@ -372,13 +373,22 @@ class Resize:
             problems = (f"rank {rank}: {problem}" for rank, problem in self._read.items() if problem)
             if (problem := operation.problem or next(problems, None)) is not None:
                 raise _ResizeError(problem)
-            if (reason := self._why_not_now() or why_no_change(self._pool.epochs)) is not None:
+            if (reason := self._why_not_now()) is not None:
                 raise _ResizeError(reason)
+            if (reason := why_no_change(self._pool.epochs)) is not None:
+                raise _ResizeError(await self._cause(operation) or reason)
             if is_done():
                 return
             if self._clock() - operation.begun_s >= operation.timeout_s:
                 raise _ResizeError(f"it waited for {stage} until its deadline of {operation.timeout_s:g} s")
             await asyncio.sleep(POLL_S)
+
+    async def _cause(self, operation: Operation) -> str | None:
+        """Return which rank was lost, if this is noted soon. Others may report before that their steps failed."""
+        until_s = self._clock() + CAUSE_S
+        while operation.problem is None and self._clock() < until_s:
+            await asyncio.sleep(POLL_S)
+        return operation.problem
 
     async def _commit(self, operation: Operation) -> None:
         pool, target = self._pool, self._target

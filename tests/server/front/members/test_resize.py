@@ -17,10 +17,10 @@ from server.front.errors import ApiError, bad_request
 from server.front.events import EventLog
 from server.front.members.leader import Leader
 from server.front.members.membership import Epochs
-from server.front.members.resize import Resize
+from server.front.members.resize import POLL_S, Resize
 from server.front.members.resize_operation import Operation, ResizePhase, ResizeRecord
 from server.http.operators.resize_routes import resize_routes
-from server.link.messages import ReadExperts, ToRank
+from server.link.messages import Fault, ReadExperts, ToRank
 from tests.support.requests.asgi import client_of
 
 TIMEOUT_S = 30.0
@@ -339,6 +339,24 @@ def test_a_rank_that_is_lost_during_preparations_ends_the_operation(tmp_path: Pa
             await service.resize_of.wait(operation)
             check_as_before(service, operation, 2, f"rank {victim} is lost: killed")
             assert {*service.epochs.missing} == {victim} & {0, 1}
+
+    run(test)
+
+
+def test_a_loss_is_named_if_another_rank_reports_its_failed_step_first(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with running(tmp_path) as service:
+            service.reads = service.meets = False
+            operation = service.resize_of.begin(3)
+            await until(lambda: 2 in service.epochs.came)
+            before = service.epochs.number
+            service.leader.take_fault(0, Fault(before, "its peer closed the connection"))
+            await until(lambda: service.epochs.number > before)
+            for _ in range(5):  # the operation sees the meeting
+                await asyncio.sleep(POLL_S)
+            service.kill(1)
+            await service.resize_of.wait(operation)
+            check_as_before(service, operation, 2, "rank 1 is lost: killed")
 
     run(test)
 
