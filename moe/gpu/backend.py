@@ -46,7 +46,7 @@ from moe.gpu.experts import DeviceExpertLayer
 from moe.gpu.gate import silu_gate
 from moe.gpu.lora.absorbed import AbsorbedAdapters
 from moe.gpu.lora.adapted import AdaptedRows, DeviceExpertAdapters
-from moe.gpu.lora.low_rank import RANKS, WHOLE, FactorLayout, launch_without_rows
+from moe.gpu.lora.low_rank import RANKS, WHOLE, FactorView, launch_without_rows
 from moe.gpu.norm import add_rms_norm, rms_norm
 from moe.gpu.products import fp8
 from moe.gpu.products.library_products import LibraryProducts
@@ -354,7 +354,7 @@ def warm_up(
         layer.sample_TD = None
 
 
-def _adapted_sizes(model: LoadedModel) -> set[tuple[int, int, FactorLayout]]:
+def _adapted_sizes(model: LoadedModel) -> set[tuple[int, int, FactorView]]:
     """Return the inputs and outputs of the matrices that take adapters, and how adapters lie in memory."""
     held = [getattr(module, "weight", None) for module in model.net.modules()]
     weights = [each for each in held if isinstance(each, DeviceWeight)]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attention.cpu.adapted_latents import ENTRY_WORDS
 from kvcache.gpu.step import DeviceStep, Expansion
-from moe.gpu.lora.low_rank import DeviceFactorTable, FactorLayout, RowGroups, add_low_rank, group_rows
+from moe.gpu.lora.low_rank import DeviceFactorTable, FactorView, RowGroups, add_low_rank, group_rows
 from moe.lora.tables import Factors
 
 _NUMBER_BYTES = 4  # float32
@@ -63,14 +63,14 @@ class AbsorbedAdapters:
     def add_to_queries(self, query_RHD: Tensor, out_HRL: Tensor, first: int) -> None:
         members = self._members(first, len(query_RHD))
         x_MD = query_RHD.reshape(-1, query_RHD.shape[2])
-        layout = FactorLayout(self._heads * self._of_head, is_swapped=True)
+        layout = FactorView(self._heads * self._of_head, is_swapped=True)
         add_low_rank(
             x_MD[:, : self._unrotated], out_HRL.flatten(0, 1), members.groups, self._keys, row_M=members.row_M, layout=layout
         )  # fmt: skip
 
     def add_to_values(self, mean_RHL: Tensor, out_HRV: Tensor, first: int) -> None:
         members = self._members(first, len(mean_RHL))
-        layout = FactorLayout(self._heads * self._of_head)
+        layout = FactorView(self._heads * self._of_head)
         add_low_rank(
             mean_RHL.reshape(-1, mean_RHL.shape[2]), out_HRV.flatten(0, 1), members.groups, self._values, row_M=members.row_M,
             layout=layout,
@@ -80,17 +80,17 @@ class AbsorbedAdapters:
         self, latent_XBL: Tensor, out_XBY: Tensor, blocks: Expansion, first_head: int
     ) -> None:
         groups = self._block_groups(blocks, latent_XBL.shape[1])
-        layout = FactorLayout(self._heads * self._of_head, first_head * self._of_head)
+        layout = FactorView(self._heads * self._of_head, first_head * self._of_head)
         x_ML = latent_XBL.flatten(0, 1)
         add_low_rank(x_ML, out_XBY.flatten(0, 1), groups, self._whole, layout=layout)
 
-    def sizes(self, latent_dim: int) -> set[tuple[int, int, FactorLayout]]:
+    def sizes(self, latent_dim: int) -> set[tuple[int, int, FactorView]]:
         """Return the inputs, outputs and layouts of the products, for `low_rank.launch_without_rows`."""
         width, value_dim = self._heads * self._of_head, self._of_head - self._unrotated
         return {
-            (self._unrotated, latent_dim, FactorLayout(width, is_swapped=True)),
-            (latent_dim, value_dim, FactorLayout(width)),
-            (latent_dim, width, FactorLayout(width)),
+            (self._unrotated, latent_dim, FactorView(width, is_swapped=True)),
+            (latent_dim, value_dim, FactorView(width)),
+            (latent_dim, width, FactorView(width)),
         }
 
     def _members(self, first: int, rows: int) -> _Members:

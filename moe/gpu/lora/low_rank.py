@@ -37,7 +37,7 @@ def shrink_rows(
     x, x_rows, table, entries, firsts, ends, low, M, x_stride, K, a_stride, WIDTH,
     ROWS: tl.constexpr, RANKS: tl.constexpr, INNER: tl.constexpr, CHUNK: tl.constexpr, IS_SWAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Run as program (tile of members, tile of ranks, chunk of inputs). Writes [chunks, M, WIDTH] float32. See `FactorLayout`."""
+    """Run as program (tile of members, tile of ranks, chunk of inputs). Writes [chunks, M, WIDTH] float32. See `FactorView`."""
     tile, ranks, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     entry = tl.load(entries + tile)
     if entry >= 0:
@@ -75,7 +75,7 @@ def expand_rows(
     low, out, out_rows, table, entries, firsts, ends, M, out_stride, N, b_stride, first_column, WIDTH,
     CHUNKS: tl.constexpr, ROWS: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr, IS_SWAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Run as program (tile of members, tile of columns). Adds to `out`. See `FactorLayout`."""
+    """Run as program (tile of members, tile of columns). Adds to `out`. See `FactorView`."""
     tile = tl.program_id(0)
     entry = tl.load(entries + tile)
     if entry >= 0:
@@ -123,7 +123,7 @@ def look_up_rows(ids, places, members, table, low, WIDTH, WIDTH_PAD: tl.constexp
         tl.store(low + member * WIDTH + r, values, mask=r < WIDTH)
 
 
-class FactorLayout(NamedTuple):
+class FactorView(NamedTuple):
     """How the matrices of a table's entries lie in memory: A as [K, W] and B as [R, stride], or the other way round.
 
     Attributes:
@@ -137,7 +137,7 @@ class FactorLayout(NamedTuple):
     is_swapped: bool = False
 
 
-WHOLE = FactorLayout()
+WHOLE = FactorView()
 
 
 class RowGroups(NamedTuple):
@@ -258,7 +258,7 @@ def add_low_rank(
     table: DeviceFactorTable,
     *,
     row_M: Tensor | None = None,
-    layout: FactorLayout = WHOLE,
+    layout: FactorView = WHOLE,
 ) -> None:
     """Add every member's low-rank product to its row of `out`, in place.
 
@@ -285,7 +285,7 @@ def add_low_rank(
 
 
 def expand(
-    low: Tensor, out: Tensor, groups: RowGroups, table: DeviceFactorTable, layout: FactorLayout = WHOLE
+    low: Tensor, out: Tensor, groups: RowGroups, table: DeviceFactorTable, layout: FactorView = WHOLE
 ) -> None:
     """Add the sum of `low` [parts, M, W] float32, times B, to the members' rows of `out` [M, N]. Members of `low` are sorted."""
     parts, M, width = low.shape
@@ -300,7 +300,7 @@ def expand(
 
 
 def launch_without_rows(
-    sizes: Collection[tuple[int, int, FactorLayout]], dtype: torch.dtype, device: torch.device
+    sizes: Collection[tuple[int, int, FactorView]], dtype: torch.dtype, device: torch.device
 ) -> None:
     """Launch the kernels once, so that they are compiled before a step needs them.
 

@@ -1,8 +1,8 @@
 """The process that turns images into rows: it decodes, runs `transformers`' image processor, then the model's image tower.
 
 Images are untrusted, and towers take long. So neither runs in the front: a crash ends this process, and its low priority leaves
-the processors to the ranks (`priority`). It encodes one image at a time, always on the same number of threads, so that the rows of an image are
-the same bits whenever they are computed. Decoding and the image processor run on the CPU. The tower may run on a GPU.
+the processors to the ranks (`priority`). It encodes one image at a time, always on the same number of threads, so that the rows of
+an image are the same bits whenever they are computed. Decoding and the image processor run on the CPU. The tower may run on a GPU.
 
 Input on stdin: the settings as one line of JSON, then one image per line: a number, the file with its bytes, its digest, and the
 file to write the rows to. Files are paths to descriptors of the front, so no image is copied through a pipe.
@@ -49,6 +49,7 @@ def run_encoder(orders: TextIO = sys.stdin) -> int:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries print too
     settings = EncoderSettings(**json.loads(orders.readline()))
     worker = PoliteWorker(settings.threads)
+    worker.start()
     try:
         encoder = ImageEncoder(settings)
     except Exception as error:  # noqa: BLE001 - the front reports any of them

@@ -42,40 +42,42 @@ def processor_times() -> ProcessorTimes:
 
 
 class PoliteWorker:
-    """Runs one function at a time, in a thread with the policy that fits the load of the last second."""
+    """Runs one function at a time, in a thread with the policy that fits the observed load."""
 
     def __init__(self, num_threads: int, read_times: Callable[[], ProcessorTimes] = processor_times) -> None:
-        """Lower the priority of this process, and start to observe the processors.
+        """Lower the priority of the calling thread and of those that it starts.
 
         Args:
             num_threads: Threads of torch in each thread.
             read_times: Reads the clock and the spare time of processors.
         """
         os.nice(NICENESS)
-        self._read_times = read_times
-        self._spare = 0.0  # processors, in the last second
+        self._read_times, self._last = read_times, read_times()
+        self._spare = 0.0  # processors, between the last two observations
         self._threads = {
             policy: ThreadPoolExecutor(1, initializer=_prepare_thread, initargs=(policy, num_threads))
             for policy in (os.SCHED_IDLE, os.SCHED_OTHER)
         }
-        threading.Thread(target=self._observe, daemon=True).start()
+
+    def start(self) -> None:
+        """Observe the processors every second, as long as this process runs."""
+        threading.Thread(target=self._observe_forever, daemon=True).start()
 
     def run(self, work: Callable[[_Order], _Answer], order: _Order) -> _Answer:
         """Call a function and return its result."""
         policy = os.SCHED_OTHER if self._spare < FEW_PROCESSORS else os.SCHED_IDLE
         return self._threads[policy].submit(work, order).result()
 
-    def observe_since(self, before: ProcessorTimes) -> ProcessorTimes:
-        """Note what was spare since an earlier time. Return the present times."""
-        now = self._read_times()
-        self._spare = (now.spare_s - before.spare_s) / max(now.clock_s - before.clock_s, 1e-3)
-        return now
+    def observe(self) -> None:
+        """Note how many processors were spare since the last observation."""
+        before, self._last = self._last, self._read_times()
+        passed_s = max(self._last.clock_s - before.clock_s, 1e-3)
+        self._spare = (self._last.spare_s - before.spare_s) / passed_s
 
-    def _observe(self) -> None:
-        times = self._read_times()
+    def _observe_forever(self) -> None:
         while True:
             time.sleep(_SAMPLE_S)
-            times = self.observe_since(times)
+            self.observe()
 
 
 def _prepare_thread(policy: int, num_threads: int) -> None:

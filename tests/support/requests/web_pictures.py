@@ -26,14 +26,14 @@ class WebPictures:
                 """Print nothing."""
 
         self._server = ThreadingHTTPServer((host, 0), Handler)
-        self._host, self.port = host, self._server.server_port
+        self._url = f"http://{host}:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def url_of(self, content: bytes) -> str:
         """Serve a file under a new path and return its URL."""
         path = f"/{len(self._files)}.png"
         self._files[path] = content
-        return f"http://{self._host}:{self.port}{path}"
+        return f"{self._url}{path}"
 
     def __enter__(self) -> Self:
         return self

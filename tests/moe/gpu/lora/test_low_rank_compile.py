@@ -10,7 +10,7 @@ from moe.gpu.lora import low_rank
 from moe.gpu.lora.low_rank import (
     WHOLE,
     DeviceFactorTable,
-    FactorLayout,
+    FactorView,
     RowGroups,
     add_low_rank,
     launch_without_rows,
@@ -29,12 +29,12 @@ META = torch.device("meta")
         (7168, 4096, 16, WHOLE),
         pytest.param(2048, 2880, 64, WHOLE, marks=pytest.mark.slow),
         # Halves of DeepSeek-V3's `kv_b_proj`.
-        (128, 512, 16, FactorLayout(128 * 256, is_swapped=True)),
-        (512, 128, 16, FactorLayout(128 * 256)),
+        (128, 512, 16, FactorView(128 * 256, is_swapped=True)),
+        (512, 128, 16, FactorView(128 * 256)),
     ],
 )
 def test_both_kernels_compile_for_sm_90_within_their_budget(
-    in_dim: int, out_dim: int, rank: int, layout: FactorLayout, dtype: torch.dtype, tmp_path: Path
+    in_dim: int, out_dim: int, rank: int, layout: FactorView, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     table = DeviceFactorTable(8, META)
     table.most_rank = rank

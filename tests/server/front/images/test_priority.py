@@ -23,20 +23,24 @@ def thread() -> Iterator[ThreadPoolExecutor]:
         yield threads
 
 
-def new_worker() -> PoliteWorker:
-    return PoliteWorker(1, lambda: ProcessorTimes(0.0, 0.0))
+class Load:
+    """Times of processors of which a number is spare."""
 
+    def __init__(self) -> None:
+        self.spare = 0.0
+        self._now = ProcessorTimes(10.0, 5.0)
 
-def observe(worker: PoliteWorker, spare_processors: float) -> None:
-    worker._read_times = lambda: ProcessorTimes(12.0, 5.0 + 2.0 * spare_processors)
-    worker.observe_since(ProcessorTimes(10.0, 5.0))
+    def read(self) -> ProcessorTimes:
+        self._now = ProcessorTimes(self._now.clock_s + 2.0, self._now.spare_s + 2.0 * self.spare)
+        return self._now
 
 
 def test_an_image_waits_for_idle_processors_unless_all_are_busy(thread: ThreadPoolExecutor) -> None:
     def run() -> list[tuple[int, int, int]]:
-        worker, found = new_worker(), []
-        for spare in (0.0, 1.5, 0.1, 0.3):
-            observe(worker, spare)
+        load, found = Load(), []
+        worker = PoliteWorker(1, load.read)
+        for load.spare in (0.0, 1.5, 0.1, 0.3):
+            worker.observe()
             found.append(worker.run(priority_of, None))
         return found
 
@@ -50,7 +54,7 @@ def test_an_error_reaches_the_caller(thread: ThreadPoolExecutor) -> None:
         raise ValueError(order)
 
     with pytest.raises(ValueError, match="this image"):
-        thread.submit(lambda: new_worker().run(fail, "this image")).result()
+        thread.submit(lambda: PoliteWorker(1).run(fail, "this image")).result()
 
 
 def test_spare_time_grows_by_at_most_the_clock_of_all_processors() -> None:
@@ -59,4 +63,5 @@ def test_spare_time_grows_by_at_most_the_clock_of_all_processors() -> None:
     pause.wait(0.2)
     after = processor_times()
     passed_s = after.clock_s - before.clock_s
-    assert 0 <= after.spare_s - before.spare_s <= passed_s * len(os.sched_getaffinity(0)) + 0.1
+    # The kernel may correct the time of waiting for disks downwards.
+    assert -0.1 <= after.spare_s - before.spare_s <= passed_s * len(os.sched_getaffinity(0)) + 0.1
