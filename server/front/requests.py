@@ -326,6 +326,10 @@ class Requests:
     def fail_all(self, failure: ApiError) -> None:
         """End every open request with `failure`, and refuse new ones with it."""
         self.refuse(failure)
+        self.fail_open(failure)
+
+    def fail_open(self, failure: ApiError) -> None:
+        """End every open request with `failure`."""
         for generation in reversed(list(self._open.values())):  # held choices before those they follow
             self._abort(generation, FinishReason.ERROR, failure)
 

@@ -193,6 +193,46 @@ class ServiceEnds(NamedTuple):
     """The leading front ends in order, so the standby does not take over."""
 
 
+class MirrorOf(NamedTuple):
+    """The first message of a node's first front to that of another node, instead of `RankFacts`. Its `BoardChange`s follow."""
+
+    node: int  # among those with fronts
+
+
+class MirroredFile(NamedTuple):
+    """A small file that the fronts of a service share."""
+
+    name: str
+    content: str
+
+
+class TableRows(NamedTuple):
+    """Replaced entries of a table that the fronts of a service share."""
+
+    name: str
+    entries: np.ndarray  # [entries, 1 + numbers] int64: the entry's place, and its numbers
+
+
+class BoardChange(NamedTuple):
+    """What the fronts of a node have written since the message before."""
+
+    is_whole: bool  # everything, because the receiver may have missed some
+    version: int  # of the state of the service; 0 if the sender does not lead
+    files: list[MirroredFile]
+    cells: np.ndarray  # [cells, 2] int64: the place in the rows of the node's fronts, and the number
+    tables: list[TableRows]
+
+
+class Tunnel(NamedTuple):
+    """The first message of a connection to a front of another node, and its answer. `TunnelBytes` follow, both ways."""
+
+
+class TunnelBytes(NamedTuple):
+    """Bytes of a connection between two fronts."""
+
+    content: np.ndarray  # uint8
+
+
 class StepOutput(NamedTuple):
     """Outputs and statistics of one or more steps; sent if there are outputs or statistics are due."""
 
@@ -332,7 +372,7 @@ ToRank = (
 # These begin and end a stream, or travel before another message. Its two ends handle them.
 _OfStream = (
     RankFacts | Claim | Claimed | ReturnOf | ReturnTo | Welcome | Goodbye | Follow | FilePart | FileGone | Copied | ServiceEnds
-    | RowsPart
+    | RowsPart | MirrorOf | BoardChange | Tunnel | TunnelBytes
 )  # fmt: skip
 _KINDS = typing.get_args(FromRank | ToRank | _OfStream)
 _MESSAGES: dict[str, type] = {each.__name__: each for each in _KINDS}

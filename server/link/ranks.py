@@ -13,7 +13,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import grpc
 import grpc.aio
@@ -35,6 +35,7 @@ from server.link.messages import (
     Follow,
     FromRank,
     Goodbye,
+    MirrorOf,
     RankFacts,
     ReturnOf,
     ReturnTo,
@@ -43,6 +44,7 @@ from server.link.messages import (
     Stop,
     Submit,
     ToRank,
+    Tunnel,
     Welcome,
     bearer,
     decode,
@@ -56,6 +58,7 @@ MAX_WRITE_S = 30.0  # longest time for writing one message; after that, the rank
 _LONG_MESSAGE = 1 << 18  # bytes; longer ones (log-probabilities of a long prompt) are decoded in a thread
 SILENCE_S = 1.0  # a longer silence before the end of a stream is added to the reason
 _STAYS_AWAY = "it was already restarted as often as --max-rank-restarts allows and stays away"
+FirstT = TypeVar("FirstT")
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -126,11 +129,11 @@ def _is_far(stream: AttachedRank) -> bool:
     return stream.facts.host != socket.gethostname()
 
 
-class StandbyStream:
-    """The stream to the standby's front."""
+class PeerStream(Generic[FirstT]):
+    """A stream that another front has opened: that of the standby, or one of another node."""
 
     def __init__(
-        self, first: Follow, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext, seal: Seal
+        self, first: FirstT, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext, seal: Seal
     ) -> None:
         self.first, self._messages, self._context, self._seal = first, messages, context, seal
 
@@ -139,7 +142,7 @@ class StandbyStream:
         await self._context.write(self._seal.seal(encode(message)))
 
     async def received(self) -> AsyncIterator[Any]:
-        """Yield the standby's further messages.
+        """Yield the other front's further messages.
 
         Raises:
             SealError: It has no cluster key, or another one.
@@ -171,7 +174,11 @@ class Ranks:
         self._claim: Callable[[Claim], Claimed]
         self._world_size_of: Callable[[int], int | None]
         self._find_return: Callable[[ReturnOf], ReturnTo]
-        self.on_follow: Callable[[StandbyStream], Awaitable[None]] | None = None  # serves the standby's front
+        self.on_follow: Callable[[PeerStream[Follow]], Awaitable[None]] | None = (
+            None  # serves the standby's front
+        )
+        # Serves fronts of other nodes, if there are some.
+        self.on_peer: Callable[[PeerStream[MirrorOf | Tunnel]], Awaitable[None]] | None = None
         # Waits until a rank that was claimed may attach to every front.
         self.until_expected: Callable[[], Awaitable[None]] | None = None
         self._left = asyncio.Event()
@@ -408,7 +415,15 @@ class Ranks:
             if self.on_follow is None:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "this service has no --standby")
             else:
-                await self.on_follow(StandbyStream(facts, messages, context, seal))
+                await self.on_follow(PeerStream(facts, messages, context, seal))
+            return None
+        if isinstance(facts, MirrorOf | Tunnel):
+            if self.on_peer is None:
+                await context.abort(
+                    grpc.StatusCode.INVALID_ARGUMENT, "this service has fronts on one node only"
+                )
+            else:
+                await self.on_peer(PeerStream(facts, messages, context, seal))
             return None
         if not isinstance(facts, RankFacts):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be RankFacts")

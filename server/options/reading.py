@@ -25,7 +25,7 @@ from server.options.foreign.flags import ForeignFlag, judge
 from server.options.foreign.sglang import SGLANG_FLAGS
 from server.options.foreign.vllm import VLLM_FLAGS
 from server.options.pools import have_roles
-from server.options.table import CONFIG_FILE, DEMO_MODEL, OPTIONS, Options
+from server.options.table import CONFIG_FILE, DEMO_MODEL, OPTIONS, PER_NODE, Options
 
 API_KEY_VARIABLE = "WIDEEP_API_KEY"  # keys separated by spaces; added to those of --api-key
 # For processes that `wideep serve` starts; users give a file.
@@ -327,6 +327,7 @@ def _check_together(options: Options, environment: Mapping[str, str]) -> None:
             "--ssl-certfile does not apply to --uds, whose socket is local to this machine; leave it out"
         )
     _check_standby(options)
+    _check_fronts(options)
     _check_tiers(options.engine)
     _check_adapters(options)
     _check_pools(options)
@@ -345,6 +346,18 @@ def _check_standby(options: Options) -> None:
     ):
         if is_given:
             raise OptionsError(f"--standby does not work with {flag}; leave one of the two out")
+
+
+def _check_fronts(options: Options) -> None:
+    if options.fronts != PER_NODE:
+        return
+    for flag, is_given in (
+        ("--standby, which takes over the fronts of one node", options.standby is not None),
+        ("--pool, because torchruns that join have no fronts", options.has_own_pool),
+        ("--port 0, because clients must know the port of every node", options.port == 0),
+    ):
+        if is_given:
+            raise OptionsError(f"--fronts {PER_NODE} does not work with {flag}; leave one of the two out")
 
 
 def _check_tiers(engine: EngineSettings) -> None:

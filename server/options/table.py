@@ -58,6 +58,7 @@ FCFS, PRIORITY = "fcfs", "priority"  # scheduling policies
 ROUTER_NAMES = ("prefix", "fewest", "round-robin")  # see `server.front.routing.routers`
 RESIZE_TIMEOUT_S = 600.0
 STANDBY_PORT = 29401  # of the second store; torchrun's default for the first one is 29400
+PER_NODE = "per-node"  # the value of --fronts with which every node has fronts
 SHUTDOWN_TIMEOUT_S = 25.0  # torchrun and Kubernetes kill a process 30 s after SIGTERM
 MAX_SOCKET_PATH = 107  # bytes; Linux's sockaddr_un holds 108, including the final zero
 # Endpoints that machines and the dashboard poll every few seconds.
@@ -402,6 +403,11 @@ class Options:
     api_server_count: int = flag(
         HTTP, "--api-server-count", "-asc", read=whole(1), metavar="N", default=1,
         help="number of front processes that serve HTTP on one port, each on its own core (docs/fronts.md)",
+    )  # fmt: skip
+    fronts: str = flag(
+        HTTP, "--fronts", read=one_of("head", PER_NODE), metavar="NODES", default="head",
+        help="nodes that serve HTTP: head is the one of --rdzv-endpoint, per-node is every node of the first torchrun, each with "
+        "--api-server-count fronts; the same on all nodes (docs/fronts.md)",
     )  # fmt: skip
     served_model_names: tuple[str, ...] = flag(
         HTTP, "--served-model-name", read=_names, metavar="NAME", action="extend", nargs="+", default=(),

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple, Self, TypeVar, get_args
 
 from server.machine.whole_files import replace_text
+from server.options.table import Options
 from server.serve.children import READY_VARIABLE
 
 
@@ -31,7 +32,17 @@ class FrontAddresses(NamedTuple):
     token: str  # ranks attach with it
 
 
-_OTHERS = "others"  # in WIDEEP_FRONT, next to the fields of the leading front: the ranks' addresses of the other fronts
+def http_url(options: Options, port: int) -> str:
+    """Return the URL of fronts that listen on a port, or on the socket of --uds."""
+    if options.uds is not None:
+        return f"unix:{options.uds}"
+    shown = f"[{options.host}]" if ":" in options.host else options.host
+    return f"{options.http.scheme}://{shown}:{port}"
+
+
+# In WIDEEP_FRONT, next to the fields of the leading front: the ranks' addresses of the other fronts, and the number of fronts of each
+# node, if other nodes have some.
+_OTHERS, _NUM_PER_NODE = "others", "num_per_node"
 
 
 def announcement(fronts: Sequence[FrontAddresses]) -> str:
@@ -44,6 +55,18 @@ def announcement(fronts: Sequence[FrontAddresses]) -> str:
 def ranks_addresses(announced: Mapping[str, str]) -> list[str]:
     """Return each front's address for ranks, the leading one's first."""
     return [announced["ranks_address"], *announced.get(_OTHERS, "").split()]
+
+
+def joined_announcement(nodes: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Return the announcement of the fronts of several nodes, those of the leading node first. All use its token."""
+    addresses = [ranks_addresses(each) for each in nodes]
+    _, *others = [address for node in addresses for address in node]
+    return {**nodes[0], _OTHERS: " ".join(others), _NUM_PER_NODE: str(len(addresses[0]))}
+
+
+def num_per_node(announced: Mapping[str, str]) -> int | None:
+    """Return the number of fronts of each node. Returns None if one node has all fronts."""
+    return int(announced[_NUM_PER_NODE]) if _NUM_PER_NODE in announced else None
 
 
 class ServiceUrl(NamedTuple):

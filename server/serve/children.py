@@ -31,6 +31,7 @@ END_NOW_SIGNAL = signal.SIGUSR2
 # A front's addresses, as JSON: for engines, and for a replacement front.
 FRONT_VARIABLE = "WIDEEP_FRONT"
 STANDBY_VARIABLE = "WIDEEP_STANDBY"  # the addresses of the standby's front, for the engine next to it
+NODE_FRONTS_VARIABLE = "WIDEEP_NODE_FRONTS"  # the same for the fronts of a node that does not lead
 KEPT_VARIABLE = "WIDEEP_KEPT"  # a folder that a front leaves to its replacement
 LISTENER_VARIABLE = "WIDEEP_LISTENER_FD"  # the socket of --uds, on which several fronts listen
 READY_VARIABLE = "WIDEEP_READY_FD"  # the descriptor on which a child reports

@@ -35,6 +35,7 @@ def _add_front_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stands-by", action="store_true", help="lead only after the node of the leading front is lost"
     )
+    parser.add_argument("--has-other-nodes", action="store_true", help="other nodes have fronts, too")
 
 
 def _options(args: argparse.Namespace) -> tuple[Any, ...]:
@@ -42,7 +43,8 @@ def _options(args: argparse.Namespace) -> tuple[Any, ...]:
 
 
 def _front_arguments(args: argparse.Namespace) -> tuple[Any, ...]:
-    return options_from(args), args.ranks, args.ranks_host, args.front_number, args.stands_by
+    place = args.front_number, args.stands_by, args.has_other_nodes
+    return options_from(args), args.ranks, args.ranks_host, *place
 
 
 SERVE = Command(

@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import assert_never
 
+from server.front.several.front_map import FrontMap
 from server.machine.lines import SCREEN_VARIABLE, say
 from server.machine.roots import WIDEEP_COMMAND
 from server.options.flag import OptionsError
@@ -58,7 +59,7 @@ from server.serve.children import (
     stop_children,
 )
 from server.serve.error_file import ERROR_FILE, LAST, write_absence, write_failure
-from server.serve.front_processes import FrontProcesses
+from server.serve.front_processes import FrontKind, FrontProcesses
 from server.serve.restarts import Next, RestartPolicy
 from server.serve.spare import SPARE_VARIABLE, Spare, StartOrder
 from server.serve.store.rendezvous import RESTARTS_VARIABLE, Place
@@ -152,13 +153,20 @@ class Supervisor:
             )
 
     def run(
-        self, front_host: str | None, *, stop_signals: StopSignals, parent_fd: int, is_standby: bool = False
+        self,
+        front_host: str | None,
+        *,
+        stop_signals: StopSignals,
+        parent_fd: int,
+        fronts: FrontKind = FrontKind.ONLY,
+        returning: FrontMap | None = None,
     ) -> int:
         """Start the children, wait until the service ends, stop them, and return the exit status.
 
         Args:
             front_host: How other nodes reach the front that runs here; None if none does.
-            is_standby: Whether it is the standby's front.
+            fronts: Which fronts run here.
+            returning: The map of the fronts that this node had before it was lost.
         """
         adopt_orphans()  # the spares of engines and fronts
         self._watch(stop_signals.fd, lambda: self._on_stop(stop_signals.take()))
@@ -168,7 +176,7 @@ class Supervisor:
                 self._start_engine()
             else:
                 try:
-                    starting = self._fronts.begin(front_host, is_standby=is_standby)
+                    starting = self._fronts.begin(front_host, fronts, returning)
                 except OptionsError as error:
                     return self._fail(str(error))
                 for number in starting:

@@ -12,7 +12,7 @@ from server.machine.parent_death import die_with_parent
 from server.machine.roots import WIDEEP_COMMAND
 from server.options.flag import OptionsError
 from server.options.pools import Role, rank_pool_sizes
-from server.options.table import Options
+from server.options.table import PER_NODE, Options
 from server.serve.children import (
     PARENT_END_SIGNAL,
     StopSignals,
@@ -20,6 +20,8 @@ from server.serve.children import (
     kill_if_it_stays,
     raise_descriptor_limit,
 )
+from server.serve.front_processes import FrontKind
+from server.serve.node_fronts import returning_fronts
 from server.serve.preflight.checkpoint import with_checkpoint
 from server.serve.preflight.checks import check_start, say_notes
 from server.serve.preflight.device import choose_device, on_device
@@ -38,6 +40,7 @@ from server.serve.store.rendezvous import (
     is_torchrun,
     join_service,
     node_name,
+    own_address,
     place_from,
     store_variables,
     wanted_pool,
@@ -63,24 +66,38 @@ def run_worker(
     raise_descriptor_limit()  # for the engine, and the front
     try:
         place, node = place_from(environment), node_name(agent, environment)
-        host, is_standby = None, False
+        host, fronts, returning = None, FrontKind.ONLY, None
         if options.join is not None:
             wanted = wanted_pool(options, place, node, environment)
             if wanted is not None and place.local_rank == 0:
                 say(f"wideep: joining the service at {options.join} as pool {wanted.name}")
-            place, variables = join_service(
+            place, variables, announced = join_service(
                 options.join, place, node, CLAIM, options.cluster_key_file, wanted
             )
             options = _in_pool(options, place)
+            if options.fronts == PER_NODE and place.local_rank == 0:
+                host, fronts = own_address(place.master_addr), FrontKind.FURTHER
+                returning = returning_fronts(announced, host)
+                if returning is None:
+                    say(f"wideep: this node serves no HTTP, because the service has lost no front at {host}")
+                    host = None
+                elif returning.num_per_node != options.api_server_count:
+                    raise PlaceError(
+                        f"--api-server-count is {options.api_server_count}, but this node had {returning.num_per_node} fronts; "
+                        "use the same flags as on the other nodes"
+                    )
         else:
             may_grow = options.has_own_pool
             is_first = place.local_rank == 0
             host = front_host(place, agent, environment, may_grow=may_grow) if is_first else None
             if options.standby is not None:
                 standby_host = find_standby(options.standby, place, agent, environment)
-                is_standby = is_first and host is None and standby_host is not None
-                host = standby_host if is_standby else host
+                if is_first and host is None and standby_host is not None:
+                    host, fronts = standby_host, FrontKind.STANDBY
             variables = store_variables(agent, environment)
+            if options.fronts == PER_NODE and is_first and not place.is_alone(options):
+                fronts = FrontKind.FURTHER if host is None else FrontKind.LEADING
+                host = host or own_address(variables.get("MASTER_ADDR", place.master_addr))
         store_host = variables.get("MASTER_ADDR", place.master_addr)
         options = _prepare(options, place, environment, has_front=host is not None, store_host=store_host)
     except (OptionsError, PlaceError, PreflightError) as error:
@@ -89,7 +106,9 @@ def run_worker(
     environment = {**environment, **variables, NODE_VARIABLE: node}
     with StopSignals() as stop_signals:
         supervisor = Supervisor(options, place, commands or Commands(), environment)
-        status = supervisor.run(host, stop_signals=stop_signals, parent_fd=parent_fd, is_standby=is_standby)
+        status = supervisor.run(
+            host, stop_signals=stop_signals, parent_fd=parent_fd, fronts=fronts, returning=returning
+        )
     if supervisor.has_lost_front and UNDER_SERVE not in environment:
         # On a node that is cut off, torchrun waits in its rendezvous for the store's node and handles no signal until the
         # kernel stops retransmitting, after about 15 minutes. Without workers it has nothing left to do.

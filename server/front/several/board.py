@@ -5,11 +5,15 @@ front sends a message for it. A number is written at once (8 aligned bytes). Two
 both take the last place, so limits are exact to one request of each other front.
 
 The row of a killed front stays until its replacement clears it, which it does before its slow imports. Rejected: messages
-between the fronts, which are late by their interval and cost the more, the more requests there are.
+between the fronts of a node, which are late by their interval and cost the more, the more requests there are.
+
+If the service has fronts on several nodes, each node has such a file with the rows of all fronts. `mirror` copies the rows of
+other nodes' fronts into it.
 """
 
 import hashlib
 import os
+import time
 import zlib
 from enum import IntEnum
 from pathlib import Path
@@ -39,42 +43,59 @@ class Cell(IntEnum):
     NUM_REPLAYED = 7
     NUM_CUT_OFF = 8  # choices that earlier processes of this front had open when they were killed
     ADAPTER_NEEDS = 9  # another number for each file of `adapter_needs`
+    IS_ALIVE = 10  # of a front on another node: its process runs, as seen there
 
 
 _SECTIONS = RankCounts._fields
-_VERSION = 0  # cell of the first row, which belongs to no front
+# Cells of the first row, which belongs to no front.
+_VERSION = 0
+_LEADER_HEARD = 1  # when this node last heard of the leading one, on this machine's monotonic clock, in ns
+_KEPT_CELLS = (Cell.NUM_REPLAYED, Cell.NUM_CUT_OFF)  # totals, which stay when a front is lost
 
 
 class Board:
     """The rows of all fronts."""
 
-    def __init__(self, path: Path, *, number: int, num_fronts: int, num_ranks: int) -> None:
+    def __init__(
+        self, path: Path, *, number: int, num_fronts: int, num_ranks: int, near: range | None = None
+    ) -> None:
         """Map the file, which is created if it is missing.
 
         Args:
             number: The number of this process's front.
             num_ranks: Ranks at the start of the fronts.
+            near: The numbers of the fronts on this node; None means all.
         """
         self.number, self.num_fronts = number, num_fronts
+        self._near = range(num_fronts) if near is None else near
         num_loads = len(_SECTIONS) * MOST_RANKS
         ends = np.cumsum((len(Cell), num_loads, NUM_KEY_PLACES, NUM_ADDRESS_PLACES)).tolist()
+        self.num_urgent_cells = int(ends[-2])  # of each row: all but the counts by address
         rows = shared_numbers(path, 1 + num_fronts, ends[-1])
         self._head, self._rows = rows[0], rows[1:]
         self._own = self._rows[number]
         _, all_loads, self._key_rows, self._address_rows = np.split(self._rows, ends[:-1], axis=1)
         # [fronts, sections, ranks]
         self._all_loads = all_loads.reshape(num_fronts, len(_SECTIONS), MOST_RANKS)
-        self.prefixes: PrefixMemory = SharedPrefixes(path.with_name("prefixes"), num_ranks)
+        self._shared_prefixes = SharedPrefixes(path.with_name("prefixes"), num_ranks)
+        self.prefixes: PrefixMemory = self._shared_prefixes
         # A digest and a rank for each place.
         self._sessions = shared_numbers(path.with_name("sessions"), _NUM_SESSIONS, 2)
 
     def begin(self) -> int:
         """Take over this front's row. Returns the number of choices that a killed process of this front had open."""
-        cut_off = 0 if self._own[Cell.IS_DONE] else int(self._own[Cell.NUM_OPEN])
-        num_cut_off, num_replayed = self._own[Cell.NUM_CUT_OFF] + cut_off, self._own[Cell.NUM_REPLAYED]
-        self._own[:] = 0
-        self._own[Cell.NUM_CUT_OFF], self._own[Cell.NUM_REPLAYED] = num_cut_off, num_replayed
+        cut_off = self.clear(self.number)
         self._own[Cell.PID] = os.getpid()
+        return cut_off
+
+    def clear(self, number: int) -> int:
+        """Clear the row of a front that is lost. Returns the number of choices that it had open."""
+        row = self._rows[number]
+        cut_off = 0 if row[Cell.IS_DONE] else int(row[Cell.NUM_OPEN])
+        kept = row[list(_KEPT_CELLS)]
+        row[:] = 0
+        row[list(_KEPT_CELLS)] = kept
+        row[Cell.NUM_CUT_OFF] += cut_off
         return cut_off
 
     @property
@@ -163,14 +184,38 @@ class Board:
         digest = _digest(session)
         self._sessions[digest % _NUM_SESSIONS] = digest, rank
 
+    def rows_of(self, numbers: range) -> np.ndarray:
+        """Return the rows of consecutive fronts, which may be changed: [fronts, cells] int64."""
+        return self._rows[numbers.start : numbers.stop]
+
+    @property
+    def tables(self) -> dict[str, np.ndarray]:
+        """The shared tables in which any front may replace an entry: by name, [entries, numbers] int64."""
+        return {"prefixes": self._shared_prefixes.table, "sessions": self._sessions}
+
+    def note_leader(self) -> None:
+        """Record that this node has heard of the leading one."""
+        self._head[_LEADER_HEARD] = time.monotonic_ns()
+
+    @property
+    def leader_silent_s(self) -> float:
+        """The time since this node has heard of the leading one, in seconds."""
+        return float(time.monotonic_ns() - self._head[_LEADER_HEARD]) / 1e9
+
     def others(self) -> list[int]:
         """Return the numbers of the other fronts."""
         return [number for number in range(self.num_fronts) if number != self.number]
 
     def is_running(self, number: int) -> bool:
         """Return whether a front's process runs and may still have requests."""
+        return not self.read(Cell.IS_DONE, number) and self.is_alive(number)
+
+    def is_alive(self, number: int) -> bool:
+        """Return whether a front's process runs."""
+        if number not in self._near:
+            return bool(self.read(Cell.IS_ALIVE, number))
         pid = self.read(Cell.PID, number)
-        if not pid or self.read(Cell.IS_DONE, number):
+        if not pid:
             return False
         try:
             os.kill(pid, 0)

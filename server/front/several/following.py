@@ -3,17 +3,20 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from server.front.errors import ApiError
 from server.front.requests import Requests
 from server.front.routing.loads import RankLoads
 from server.front.routing.moves import Moves
 from server.front.several.board import Board, Cell
 from server.front.several.followed_adapters import FollowedAdapters
+from server.front.several.front_map import FENCE_S
 from server.front.several.service_state import ServiceState
 from server.link.messages import RankFacts
 from server.link.ranks import Ranks
 from server.options.pools import Pool
 
 _DROPPED = "the leading front has dropped it"
+_UNREACHABLE = "The node of the leading front does not answer this one. Try again, or try another node."
 
 
 class FollowingFront:
@@ -31,16 +34,19 @@ class FollowingFront:
         adapters: FollowedAdapters,
         on_level: Callable[[int], None],
         on_size: Callable[[int, int], None],
+        is_near: bool = True,
     ) -> None:
         """Take the number of ranks from the newest state, which a front before this one may have followed.
 
         Args:
+            is_near: Whether the leading front is on this node.
             on_level: Called with the level of sleep whenever it may have changed.
             on_size: Called with the number of ranks and with the largest number that may attach, when one of them changes.
         """
         self._board, self._folder = board, folder
         self._ranks, self._router, self._requests, self._moves = ranks, router, requests, moves
         self._adapters, self._on_level, self._on_size = adapters, on_level, on_size
+        self._is_near = is_near
         self._entered: set[int] = set()  # ranks that requests are routed to
         self._is_linked = False  # all ranks have attached to this front
         self._state: ServiceState | None = None
@@ -59,6 +65,11 @@ class FollowingFront:
         if self._state is None:
             return "waiting for the front that leads the service"
         return self._state.why_not_ready or None
+
+    @property
+    def lost_fronts(self) -> Sequence[int]:
+        """The fronts of nodes that do not answer the leading front."""
+        return () if self._state is None else self._state.lost_fronts
 
     def label_of(self, number: int | None = None) -> str:
         """Return the label of a version of the weights, by default of the serving one; "" if it has none."""
@@ -82,6 +93,9 @@ class FollowingFront:
         if not self._is_linked and len(self._ranks.attached) >= self._ranks.num_ranks:
             self._is_linked = True
             self._board.set(Cell.IS_READY, 1)
+        if not self._is_near and self._board.leader_silent_s > FENCE_S:
+            self._cut_off()
+            return
         version = self._board.version
         if version == self._board.read(Cell.APPLIED, self._board.number):
             self._adapters.publish()
@@ -91,6 +105,14 @@ class FollowingFront:
             self._apply(state)
             self._adapters.publish()  # before the leading front learns that this one follows
             self._board.set(Cell.APPLIED, version)
+
+    def _cut_off(self) -> None:
+        """End all requests and refuse new ones until this node hears of the leading one again: that one may decide without
+        regard to them."""
+        if self._state is not None:
+            self._state = None
+            self._requests.fail_open(ApiError(503, _UNREACHABLE, headers={"Retry-After": "1"}))
+        self._board.set(Cell.APPLIED, 0)
 
     def _apply(self, state: ServiceState) -> None:
         before, self._state = self._state, state

@@ -1,10 +1,14 @@
-"""The place of this process among the fronts of a service: its number, and the folder and the board that they share."""
+"""The place of this process among the fronts of a service: its number, and the folder and the board that they share.
+
+Fronts of one node share them directly. Those of several nodes (`--fronts per-node`) have a copy on each node, see `mirror`.
+"""
 
 import os
 from pathlib import Path
 from typing import NamedTuple, Self
 
 from server.front.several.board import Board
+from server.front.several.front_map import FrontMap
 
 FOLDER = "fronts"  # in the folder that outlives a front
 
@@ -19,20 +23,27 @@ class Seat(NamedTuple):
     board: Board
     num_cut_off: int  # choices that the process before this one had open when it was killed
     folder_fd: int
+    fronts: FrontMap | None = None  # if they are on several nodes
 
     @classmethod
-    def take(cls, kept: Path, *, number: int, num_fronts: int, num_ranks: int) -> Self:
+    def take(
+        cls, kept: Path, *, number: int, num_fronts: int, num_ranks: int, fronts: FrontMap | None = None
+    ) -> Self:
         """Take a front's place, after the process that had it has ended.
 
         Args:
             kept: The folder that outlives a front.
             num_ranks: Ranks at the start of the fronts.
+            fronts: The map of all fronts, if they are on several nodes.
         """
         folder = kept / FOLDER
         folder.mkdir(mode=0o700, exist_ok=True)
-        board = Board(folder / "board", number=number, num_fronts=num_fronts, num_ranks=num_ranks)
+        board = Board(
+            folder / "board", number=number, num_fronts=num_fronts, num_ranks=num_ranks,
+            near=None if fronts is None else fronts.near,
+        )  # fmt: skip
         fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-        return cls(number, num_fronts, kept, folder, board, board.begin(), fd)
+        return cls(number, num_fronts, kept, folder, board, board.begin(), fd, fronts)
 
     @property
     def leads(self) -> bool:
@@ -40,5 +51,10 @@ class Seat(NamedTuple):
         return self.number == 0
 
     def socket_path(self, number: int) -> str:
-        """Return the path of a front's socket for the other fronts. It is short, regardless of the folder's path."""
-        return f"/proc/self/fd/{self.folder_fd}/{number}.sock"
+        """Return the path of a front's socket for this one. It is short, regardless of the folder's path.
+
+        For a front of another node, this front listens there and passes the bytes on.
+        """
+        is_near = self.fronts is None or number in self.fronts.near
+        name = str(number) if is_near else f"{self.number}-{number}"
+        return f"/proc/self/fd/{self.folder_fd}/{name}.sock"

@@ -13,7 +13,7 @@ from server.front.several.board import Board
 from server.machine.whole_files import replace_text
 from server.options.pools import Pool, Role
 
-_NAME = "service.json"
+STATE_FILE = "service.json"
 
 
 class EngineOfRank(NamedTuple):
@@ -60,19 +60,22 @@ class ServiceState(NamedTuple):
     # These only grow: how often all requests were aborted, and prefixes were forgotten.
     num_aborts: int = 0
     num_forgets: int = 0
+    lost_fronts: tuple[int, ...] = ()  # of nodes that do not answer: other fronts answer in their place
 
     @classmethod
     def read(cls, folder: Path) -> Self | None:
         """Return the newest state in the folder of the fronts. Returns None before the first one."""
         try:
-            fields = json.loads((folder / _NAME).read_text())
+            fields = json.loads((folder / STATE_FILE).read_text())
         except FileNotFoundError:
             return None
         serving, given_up = (
             tuple(EngineOfRank(*each) for each in fields.pop(name)) for name in ("serving", "given_up")
         )
         num_ranks, next_num = fields.pop("sizes")
-        draining, released = tuple(fields.pop("draining")), tuple(fields.pop("released"))
+        draining, released, lost_fronts = (
+            tuple(fields.pop(name)) for name in ("draining", "released", "lost_fronts")
+        )
         pools, announced = (
             tuple(Pool(name, Role(role), *ranks) for name, role, *ranks in fields.pop(kind))
             for kind in ("pools", "announced")
@@ -86,12 +89,12 @@ class ServiceState(NamedTuple):
         failures = tuple(AdapterFailure(*each) for each in fields.pop("failures"))
         return cls(
             (num_ranks, next_num), serving, given_up, draining, released, pools, announced, pauses=pauses,
-            labels=labels, adapters=adapters, places=places, failures=failures, **fields,
+            labels=labels, adapters=adapters, places=places, failures=failures, lost_fronts=lost_fronts, **fields,
         )  # fmt: skip
 
     def publish(self, folder: Path, board: Board) -> int:
         """Replace the file, and return the state's number."""
-        replace_text(folder / _NAME, json.dumps(self._asdict(), default=_role_name))
+        replace_text(folder / STATE_FILE, json.dumps(self._asdict(), default=_role_name))
         board.version += 1
         return board.version
 

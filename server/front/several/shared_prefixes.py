@@ -37,8 +37,9 @@ class SharedPrefixes(PrefixMemory):
     def __init__(self, path: Path, num_ranks: int) -> None:
         """Map the file, which is created if it is missing. Other fronts may have begun with another number of ranks and words."""
         num_words = -(-num_ranks // _RANKS_PER_WORD)
-        table = shared_numbers(path.with_name(f"{path.name}-{num_words}"), _NUM_PLACES, 1 + num_words)
-        self._chunks, self._masks = table[:, 0], table[:, 1:]
+        # [places, 1 + words] int64: the digest of a prefix and its ranks.
+        self.table = shared_numbers(path.with_name(f"{path.name}-{num_words}"), _NUM_PLACES, 1 + num_words)
+        self._chunks, self._masks = self.table[:, 0], self.table[:, 1:]
         self._most_ranks = num_words * _RANKS_PER_WORD
 
     def leave(self, rank: int) -> None:

@@ -8,7 +8,8 @@ The kernel gives each connection to any front. Most requests can be answered by 
 
 A request for a front that is being restarted waits for it. If a front is killed while it answers, the connection to the client is cut.
 Only listed paths are answered by every front. All others go to the leading front, so that a new endpoint is correct before it is
-fast. Fronts reach each other on Unix sockets in a folder that only the user of the service can open.
+fast. Fronts reach each other on Unix sockets in a folder that only the user of the service can open; behind the socket of a front
+on another node is a stream to it (`serve.front.other_nodes`).
 """
 
 import asyncio
@@ -17,7 +18,7 @@ import json
 import time
 import uuid
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import httpx
@@ -64,12 +65,13 @@ class Owners:
 
     def __init__(self, number: int, num_fronts: int) -> None:
         self.number, self._num_fronts = number, num_fronts
+        self.lost: Collection[int] = ()  # fronts of nodes that do not answer
 
     def new_response_id(self) -> str:
         """Return an id for a response that this front stores."""
         while True:
             response_id = f"resp_{uuid.uuid4().hex}"
-            if self._named_by(response_id.encode()) == self.number:
+            if zlib.crc32(response_id.encode()) % self._num_fronts == self.number:
                 return response_id
 
     def owner_of(self, scope: Scope, body: bytes) -> int | None:
@@ -98,7 +100,13 @@ class Owners:
         return None if key is None else self._named_by(key_of(scope) + b"\n" + key.strip())
 
     def _named_by(self, text: bytes) -> int:
-        return zlib.crc32(text) % self._num_fronts
+        """Return the front that a text names. In place of a lost one, the text names one of the others."""
+        digest = zlib.crc32(text)
+        named = digest % self._num_fronts
+        if named not in self.lost:
+            return named
+        others = [number for number in range(self._num_fronts) if number not in self.lost]
+        return others[digest % len(others)]
 
 
 def _previous_of(body: bytes) -> str | None:

@@ -126,6 +126,8 @@ class Front:
             service.following.on_pools = self._follow_pools
         elif service.fronts is not None:
             ranks.until_expected = self._until_all_follow
+        if service.fronts is not None and service.fronts.nodes is not None:
+            ranks.on_peer = service.fronts.nodes.serve
         ending.on_hurry = self._hurry
 
     def begin_resizes(self, environment: Mapping[str, str]) -> None:
@@ -163,12 +165,17 @@ class Front:
         if self._service.following is not None:
             self._service.following.look()  # at the pools whose ranks may attach
         await self._ranks.serve(self._receive, self._claim, self._find_return, self._nodes.world_size_of)
+        other_nodes = None if self._service.fronts is None else self._service.fronts.nodes
+        if other_nodes is not None:
+            await other_nodes.start()
         serving = asyncio.create_task(self._http.serve(listener))
         serving.add_done_callback(self._on_http_end)
         await self._ending.begun.wait()
         await self._close(serving)
         if self._fatal is None:
             await self._wait_for_ranks()
+        if other_nodes is not None:
+            await other_nodes.close()
         await self._ranks.close()
         if self._files is not None:
             self._files.close()

@@ -27,6 +27,7 @@ from typing import NamedTuple
 from server.front.journal import Journal
 from server.front.members.nodes import JoinedPools
 from server.front.members.resize_operation import ResizeRecord
+from server.front.several.front_map import FrontMap
 from server.front.several.seat import Seat
 from server.http.observability.logs import logging_to
 from server.http.observability.metrics import Metrics
@@ -36,7 +37,7 @@ from server.machine.parent_death import die_with_parent
 from server.options.flag import OptionsError
 from server.options.reading import options_from_json
 from server.options.table import Options
-from server.serve.child_messages import FrontAddresses, encode, ranks_addresses
+from server.serve.child_messages import FrontAddresses, encode, http_url, ranks_addresses
 from server.serve.children import (
     FRONT_VARIABLE,
     KEPT_VARIABLE,
@@ -57,6 +58,7 @@ LOCAL_HOST = "127.0.0.1"
 # The interval after which a planning thread yields to the event loop. CPython's default, 5 ms, is worth many tokens.
 SWITCH_S = 0.5e-3
 _BACKLOG = 2048
+_LOOK_S = 0.05
 
 
 def run_front(
@@ -65,6 +67,7 @@ def run_front(
     ranks_host: str = LOCAL_HOST,
     number: int = 0,
     is_standby: bool = False,
+    has_other_nodes: bool = False,
     *,
     environment: Mapping[str, str] = os.environ,
 ) -> int:
@@ -72,8 +75,9 @@ def run_front(
 
     Args:
         options: The options. `model` is a directory; the caller has resolved other names.
-        number: The front's number among several.
+        number: The front's number among several of this node.
         is_standby: Whether another front leads until its node is lost.
+        has_other_nodes: Whether other nodes have fronts, too. The engine next to this front writes where.
         environment: If it has WIDEEP_READY_FD, the addresses are written to that descriptor, which is closed afterwards.
     """
     # Returns an order in the spare when it takes over.
@@ -87,7 +91,7 @@ def run_front(
             # Announced by the front that this one replaces, or by the leading one.
             before = json.loads(environment.get(FRONT_VARIABLE, "null"))
             with _kept_in(environment) as kept:
-                place = _Place(number, before, ranks_host, Path(kept), is_standby)
+                place = _Place(number, before, ranks_host, Path(kept), is_standby, has_other_nodes)
                 with _listener(options, place, environment) as listener:
                     return asyncio.run(_run(options, num_ranks, listener, place, environment))
         except OptionsError as error:
@@ -97,11 +101,12 @@ def run_front(
 class _Place(NamedTuple):
     """What distinguishes this front from others."""
 
-    number: int  # among several fronts
+    number: int  # among several fronts of this node
     announced: dict[str, str] | None  # addresses of the fronts, as in WIDEEP_FRONT
     ranks_host: str
     kept: Path  # folder that outlives this front
     is_standby: bool = False
+    has_other_nodes: bool = False
     has_taken_over: bool = False
 
     @property
@@ -152,7 +157,9 @@ async def _run(
     ending = Ending()
     record = ResizeRecord(place.kept / "resize.json")
     token = place.announced["token"] if place.announced else secrets.token_urlsafe(32)
-    seat = None if place.is_standby else _take_seat(options, place, num_ranks)
+    fronts = FrontMap.read(place.kept) if place.has_other_nodes else None  # None at the start
+    is_early = place.is_standby or (place.has_other_nodes and fronts is None)
+    seat = None if is_early else _take_seat(options, place, num_ranks, fronts)
     num_ranks = record.num_ranks or num_ranks
     try:
         ranks = Ranks(num_ranks, token, cluster_key=options.cluster_key)
@@ -190,6 +197,12 @@ async def _run(
                 ranks.resize(record.num_ranks, record.num_ranks)
                 metrics.grow(record.num_ranks)
             ranks.use_token(token)
+        elif place.has_other_nodes:
+            fronts = await _find_fronts(place.kept, ending)
+            if fronts is None:
+                return 0
+            token, seat = fronts.token, seat or _take_seat(options, place, num_ranks, fronts)
+            ranks.use_token(token)
         elif options.standby is not None and place.number == 0:
             try:
                 node = environment.get(NODE_VARIABLE, "")
@@ -222,12 +235,28 @@ async def _run(
     return _complain(fatal) if fatal else 0
 
 
-def _take_seat(options: Options, place: _Place, num_ranks: int) -> Seat | None:
+def _take_seat(
+    options: Options, place: _Place, num_ranks: int, fronts: FrontMap | None = None
+) -> Seat | None:
     """Take this front's place among several. Returns None if it is the only one."""
+    if fronts is not None:
+        number = fronts.near[place.number]
+        return Seat.take(
+            place.kept, number=number, num_fronts=fronts.num_fronts, num_ranks=num_ranks, fronts=fronts
+        )
     num_fronts = options.api_server_count
     if num_fronts == 1:
         return None
     return Seat.take(place.kept, number=place.number, num_fronts=num_fronts, num_ranks=num_ranks)
+
+
+async def _find_fronts(kept: Path, ending: Ending) -> FrontMap | None:
+    """Wait until it is known where all fronts are. Returns None if this front must end before."""
+    while (fronts := FrontMap.read(kept)) is None:
+        if ending.begun.is_set():
+            return None
+        await asyncio.sleep(_LOOK_S)
+    return fronts
 
 
 async def _stand_by(options: Options, place: _Place, ending: Ending) -> FirstFront | None:
@@ -295,9 +324,6 @@ def announce(
     ready_fd: int, listener: socket.socket, options: Options, ranks_address: str, token: str
 ) -> None:
     """Write the addresses to the supervisor as one JSON line."""
-    shown = f"[{options.host}]" if ":" in options.host else options.host
-    url = f"unix:{options.uds}"
-    if options.uds is None:
-        url = f"{options.http.scheme}://{shown}:{listener.getsockname()[1]}"
+    url = http_url(options, 0 if options.uds is not None else listener.getsockname()[1])
     with os.fdopen(ready_fd, "w") as ready:
         ready.write(encode(FrontAddresses(url, ranks_address, token)) + "\n")

@@ -142,7 +142,7 @@ class FrontService:
             else FrontOfSeveral(
                 seat, ranks=ranks, router=router, requests=self.requests, moves=self.moves, journal=journal,
                 metrics=metrics, events=self.events, decisions=self._decisions, on_size=self._on_size,
-                adapters=self.followed_adapters,
+                adapters=self.followed_adapters, cluster_key=options.cluster_key,
             )
         )  # fmt: skip
         self.following = None if self.fronts is None else self.fronts.following
@@ -262,6 +262,7 @@ class FrontService:
             sleep_level=self.sleep_mode.state.level,
             weights=self.weights,
             adapters=self.adapters,
+            lost_fronts=() if self.fronts is None else self.fronts.lost_fronts,
         )
 
     async def drain(self) -> None:

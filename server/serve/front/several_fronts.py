@@ -1,4 +1,5 @@
-"""What a front does besides serving if it is one of several (`--api-server-count`): the wiring of `several`, and one timer.
+"""What a front does besides serving if it is one of several (`--api-server-count`, `--fronts per-node`): the wiring of `several`,
+and one timer.
 
 A service with one front has none of this.
 """
@@ -35,6 +36,7 @@ from server.http.several.shared_speed import SharedSpeed
 from server.link.ranks import Ranks
 from server.options.pools import Pool
 from server.options.table import Options
+from server.serve.front.other_nodes import OtherNodes
 from server.serve.standby.leading import COPY_TIMEOUT_S
 
 _LOG = logging.getLogger("wideep.front")
@@ -61,6 +63,7 @@ class FrontOfSeveral:
         decisions: Callable[[], ServiceState],
         on_size: Callable[[int, int], None],
         adapters: FollowedAdapters | None,
+        cluster_key: bytes | None,
     ) -> None:
         """Begin to lead or to follow.
 
@@ -74,12 +77,18 @@ class FrontOfSeveral:
         self.owners = Owners(seat.number, seat.num_fronts)
         self._speed = SharedSpeed(metrics.throughput, seat)
         self._forwarding: Forwarding | None = None  # set by `forwarding`
+        self.nodes: OtherNodes | None = None
+        if seat.fronts is not None:
+            has_served = ServiceState.read(seat.kept) is not None
+            self.nodes = OtherNodes(seat, seat.fronts, cluster_key, is_again=has_served)
         self.leading: LeadingFront | None = None
         self.following: FollowingFront | None = None
         if seat.leads:
             self.leading = LeadingFront(requests, seat.board, seat.kept, decisions)
             moves.all_follow = self.leading.all_follow
             self._watch = watch_fronts(seat.board, events.note)
+            if self.nodes is not None:
+                _note_nodes(self.nodes, events)
         else:
             assert adapters is not None, "this front follows"
             self.following = FollowingFront(
@@ -92,11 +101,19 @@ class FrontOfSeveral:
                 adapters=adapters,
                 on_level=metrics.note_sleep,
                 on_size=on_size,
+                is_near=seat.fronts is None or LEADER in seat.fronts.near,
             )
         if seat.num_cut_off:
             journal.cut_off(seat.num_cut_off)
             name, num = f"front {seat.number}", seat.num_cut_off
             events.note("front_back", f"{name} was killed with {num} open choices, and is back")
+
+    @property
+    def lost_fronts(self) -> Sequence[int]:
+        """The fronts of nodes that do not answer the leading front."""
+        if self.following is not None:
+            return self.following.lost_fronts
+        return () if self.nodes is None else self.nodes.lost_fronts
 
     def num_parked(self) -> int:
         """Return the number of choices of all fronts that wait for a rank."""
@@ -176,6 +193,7 @@ class FrontOfSeveral:
             self._watch()
         if self.following is not None:
             self.following.look()
+        self.owners.lost = self.lost_fronts
 
     def _count(self) -> None:
         board = self._seat.board
@@ -193,9 +211,20 @@ class FrontOfSeveral:
             await asyncio.sleep(_DRAIN_POLL_S)
 
     async def close(self) -> None:
-        """Close the connections to other fronts."""
+        """Close the connections for requests to other fronts."""
         if self._forwarding is not None:
             await self._forwarding.close()
+
+
+def _note_nodes(nodes: OtherNodes, events: EventLog) -> None:
+    """Note as events which nodes' fronts are lost, and which are back."""
+
+    def named(node: int) -> str:
+        numbers = nodes.fronts_of(node)
+        return f"front{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+    nodes.on_lost = lambda node: events.note("fronts_lost", f"the node of {named(node)} does not answer")
+    nodes.on_back = lambda node: events.note("fronts_back", f"the node of {named(node)} answers again")
 
 
 def inner_app(app: ASGIApp, wait_until_copied: Callable[[], Awaitable[None]] | None) -> ASGIApp:
@@ -244,6 +273,7 @@ def state_of(
     sleep_level: int,
     weights: WeightUpdates,
     adapters: Adapters,
+    lost_fronts: Sequence[int],
 ) -> ServiceState:
     """Return the state of the service as the leading front sees it."""
     serving = [
@@ -266,4 +296,5 @@ def state_of(
         adapters=adapters.registered,
         places=adapters.places.given,
         failures=adapters.places.failures,
+        lost_fronts=tuple(lost_fronts),
     )

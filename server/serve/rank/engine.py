@@ -40,6 +40,7 @@ from scheduler.step.graphs import GraphError
 from scheduler.step.lockstep import LockStepError
 from scheduler.step.sizing import KVMemoryError
 from scheduler.structure.compiler import StructureError, Vocabulary
+from server.front.several.front_map import LEADING_NODE
 from server.link.messages import Fault, Regrouped
 from server.link.rank_link import LinkError, RefusedError, find_return, reach
 from server.link.seal import mac
@@ -49,10 +50,24 @@ from server.machine.parent_death import die_with_parent
 from server.options.flag import OptionsError
 from server.options.pools import Pool
 from server.options.reading import options_from_json
-from server.options.table import Options
-from server.serve.child_messages import Beat, CacheBytes, Leaving, Ready, ServiceUrl, SupervisorPipe
-from server.serve.children import FRONT_IS_GONE, FRONT_VARIABLE, KEPT_VARIABLE, STANDBY_VARIABLE
+from server.options.table import PER_NODE, Options
+from server.serve.child_messages import (
+    Beat,
+    CacheBytes,
+    Leaving,
+    Ready,
+    ServiceUrl,
+    SupervisorPipe,
+)
+from server.serve.children import (
+    FRONT_IS_GONE,
+    FRONT_VARIABLE,
+    KEPT_VARIABLE,
+    NODE_FRONTS_VARIABLE,
+    STANDBY_VARIABLE,
+)
 from server.serve.greeting import address_elsewhere
+from server.serve.node_fronts import map_of
 from server.serve.preflight.adapter_room import rank_adapter_bytes
 from server.serve.preflight.equal import computing_facts, file_digests
 from server.serve.preflight.kv_share import cpu_cache_bytes, gpu_cache_bytes, gpu_share
@@ -69,7 +84,7 @@ from server.serve.rank.front_streams import front_stream
 from server.serve.rank.loading import Loading, loading_of
 from server.serve.spare import ENGINE, leave_spare
 from server.serve.standby.first_front import leave_first
-from server.serve.store.job_store import FRONT_KEY, JobStore, NoStandbyError
+from server.serve.store.job_store import FRONT_KEY, JobStore, NodeFrontsError, NoStandbyError
 from server.serve.store.moving_store import JOIN_TIMEOUT_S
 from server.serve.store.node_check import NodesDifferError, check_newcomer, check_nodes_together
 from server.serve.store.rendezvous import Place, place_from
@@ -79,10 +94,10 @@ RETURN_TIMEOUT_S = 20.0  # for the front's answer
 STATS_EVERY = 50  # steps without outputs between two reports
 FAILURES = (
     CheckpointError, ConfigError, DispatchError, GraphError, KVMemoryError, LinkError, LockStepError, NodesDifferError,
-    NoStandbyError, OptionsError, PreflightError, SchedulerLimitsError, UnsupportedModelError, dist.DistError,
+    NodeFrontsError, NoStandbyError, OptionsError, PreflightError, SchedulerLimitsError, UnsupportedModelError, dist.DistError,
 )  # fmt: skip
 # Failures that name ranks as the service counts them. All others are the engine's, which counts the ranks of its pool.
-OF_SERVICE = (LinkError, NodesDifferError, NoStandbyError, OptionsError, PreflightError)
+OF_SERVICE = (LinkError, NodeFrontsError, NodesDifferError, NoStandbyError, OptionsError, PreflightError)
 
 
 class FrontGoneError(ConnectionError):
@@ -118,15 +133,14 @@ def _serve(options: Options, place: Place, environment: Mapping[str, str]) -> No
     if num_restarts:
         jobs.move_if_lost()
     store, home = jobs.open(), None
-    front, standby = _fronts(jobs, store, environment, is_start=num_restarts == 0)
+    front, standby = _fronts(jobs, store, place, options, environment, is_start=num_restarts == 0)
     if num_restarts:
         _check_front(front, options.engine.front_recovery_timeout_s)
         place, home = _return_to(place, front, options, environment)
     pool = place.pool_in(options)
     in_pool, prefix = _place_in(pool, place), f"pool/{pool.name}"
     supervisor = SupervisorPipe(environment)
-    http = front["http"] if FRONT_VARIABLE in environment else address_elsewhere(front)
-    supervisor.send(ServiceUrl(http))
+    supervisor.send(ServiceUrl(_http_address(front, environment)))
     loading = loading_of(
         place.rank, is_restart=num_restarts > 0, in_bytes=(WEIGHTS, EXPERTS), environment=environment
     )
@@ -338,10 +352,29 @@ def _load_vocabulary(model: str) -> Vocabulary:
     return vocabulary
 
 
+def _http_address(front: dict[str, str], environment: Mapping[str, str]) -> str:
+    """Return the URL of this node's front, or as other nodes see it, that of the leading one."""
+    further = environment.get(NODE_FRONTS_VARIABLE)
+    if further is not None:
+        return str(json.loads(further)["http"])
+    return front["http"] if FRONT_VARIABLE in environment else address_elsewhere(front)
+
+
 def _fronts(
-    jobs: JobStore, store: Store, environment: Mapping[str, str], *, is_start: bool
+    jobs: JobStore,
+    store: Store,
+    place: Place,
+    options: Options,
+    environment: Mapping[str, str],
+    *,
+    is_start: bool,
 ) -> tuple[dict[str, str], dict[str, str] | None]:
-    """Return the addresses of the front and of its standby, if there is one. Those that the supervisor has are published."""
+    """Return the addresses of the front and of its standby, if there is one. Those that the supervisor has are published.
+
+    If every node has fronts, their addresses are published together, and left for the fronts of this node.
+    """
+    if options.fronts == PER_NODE and options.join is None and not place.is_alone(options):
+        return _fronts_of_nodes(jobs, store, place, environment, is_start=is_start), None
     bound = environment.get(STANDBY_VARIABLE)
     if bound is not None and is_start:
         first = jobs.publish_standby(json.loads(bound), store)
@@ -351,6 +384,22 @@ def _fronts(
         jobs.publish(json.loads(given), store)
     front: dict[str, str] = json.loads(given or store.get(FRONT_KEY))
     return front, jobs.find_standby(store, is_start=is_start)
+
+
+def _fronts_of_nodes(
+    jobs: JobStore, store: Store, place: Place, environment: Mapping[str, str], *, is_start: bool
+) -> dict[str, str]:
+    leading, further = (environment.get(each) for each in (FRONT_VARIABLE, NODE_FRONTS_VARIABLE))
+    node = LEADING_NODE
+    if leading is not None and is_start:
+        num_nodes = int(environment.get("GROUP_WORLD_SIZE", place.world_size // place.local_world_size))
+        jobs.publish(jobs.gather_fronts(json.loads(leading), store, num_nodes), store)
+    elif further is not None and is_start:
+        node = jobs.publish_further(json.loads(further), store)
+    front: dict[str, str] = json.loads(store.get(FRONT_KEY))
+    if (leading or further) is not None and is_start:
+        map_of(front, node).write(Path(environment[KEPT_VARIABLE]))
+    return front
 
 
 def _peer_network(

@@ -1,8 +1,8 @@
-"""This rank's connections to several fronts (`--api-server-count`): one to each.
+"""This rank's connections to several fronts (`--api-server-count`, `--fronts per-node`): one to each.
 
 A request's outputs go to the front that submitted it. All fronts get the rank's statistics, because each routes by them: with their
 outputs, or at least every STATS_S while the rank works. Orders, reports and heartbeats concern the leading front only. If a front
-is killed, the requests of the others continue.
+is killed, the requests of the others continue. A front on another node than the leading one may be lost with its node, for good.
 """
 
 import os
@@ -14,10 +14,11 @@ from typing import Any
 from scheduler.assembly import Assembled
 from scheduler.policy.config import EngineConfig
 from scheduler.policy.request import RankStats, RequestOutput
-from server.serve.child_messages import ranks_addresses
+from server.serve.child_messages import num_per_node, ranks_addresses
 from server.serve.rank.front_stream import FrontStream, StandbyFront
 
 STATS_S = 0.02
+_AGAIN_S = 5.0  # between two times of looking for the front of a lost node
 
 
 class OtherFront(FrontStream):
@@ -52,6 +53,17 @@ class OtherFront(FrontStream):
         return is_told
 
 
+class FrontOfNode(OtherFront):
+    """The connection to a front of a node that does not lead, and without which the service continues."""
+
+    def _come_back(self, until_s: float) -> int:
+        """Attach to the front as soon as there is one."""
+        while super()._come_back(until_s):
+            time.sleep(_AGAIN_S)
+            until_s = time.monotonic() + _AGAIN_S
+        return 0
+
+
 class SeveralFronts(FrontStream):
     """The connection to the leading front, and with it the others."""
 
@@ -74,9 +86,12 @@ class SeveralFronts(FrontStream):
         if standby is not None:
             # The leading front's stream moves this rank to the standby's store.
             standbys = [StandbyFront(each, lambda: None) for each in _others_of(standby.addresses)]
+        num_leading = num_per_node(front) or 1 + len(addresses)  # fronts on the node that leads
         self._others = [
-            OtherFront(self._owners, built, config, each, environment, standby=beside, **how)
-            for each, beside in zip(addresses, standbys, strict=True)
+            (OtherFront if number < num_leading else FrontOfNode)(
+                self._owners, built, config, each, environment, standby=beside, **how
+            )
+            for number, (each, beside) in enumerate(zip(addresses, standbys, strict=True), start=1)
         ]
 
     def attach(self, timeout_s: float, *, is_restart: bool = False) -> None:

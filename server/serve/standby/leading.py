@@ -21,8 +21,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.front.several.seat import FOLDER
 from server.http.errors import route_path
-from server.link.messages import Copied, FileGone, FilePart, ServiceEnds
-from server.link.ranks import StandbyStream
+from server.link.messages import Copied, FileGone, FilePart, Follow, ServiceEnds
+from server.link.ranks import PeerStream
 from server.link.seal import SealError
 from server.machine.folder_watch import FolderWatch, status_of
 from server.machine.whole_files import replace_text
@@ -67,7 +67,7 @@ class KeptFiles:
         self._near: set[int] = set()  # ranks of this node
         self.on_replaced: Callable[[], None] = lambda: None  # called when the standby has taken over
         self._watch = FolderWatch(folder, left_out=LEFT_OUT)
-        self._stream: StandbyStream | None = None
+        self._stream: PeerStream[Follow] | None = None
         self._tasks: list[asyncio.Task[None]] = []  # of the stream
         self._changed = asyncio.Event()
         self._is_new: dict[str, bool] = {}  # changed files that were not sent yet, as in `Changes`
@@ -78,7 +78,7 @@ class KeptFiles:
         self._is_over = False
         asyncio.get_running_loop().add_reader(self._watch.fd, self._look)
 
-    async def serve(self, stream: StandbyStream) -> None:
+    async def serve(self, stream: PeerStream[Follow]) -> None:
         """Send all files, and then every change, until the stream ends."""
         if stream.first.has_taken_over:
             self.on_replaced()
@@ -135,7 +135,7 @@ class KeptFiles:
         asyncio.get_running_loop().remove_reader(self._watch.fd)
         self._watch.close()
 
-    def _begin(self, stream: StandbyStream) -> None:
+    def _begin(self, stream: PeerStream[Follow]) -> None:
         """Compare the standby's copies with the files."""
         self._look()
         self._is_new.clear()
@@ -162,7 +162,7 @@ class KeptFiles:
         if paths:
             self._changed.set()
 
-    def _lose(self, stream: StandbyStream) -> None:
+    def _lose(self, stream: PeerStream[Follow]) -> None:
         """Note the end of a stream, unless a newer one has replaced it."""
         if self._stream is not stream:
             return
@@ -177,7 +177,7 @@ class KeptFiles:
             if not wait.done():
                 wait.set_result(None)
 
-    async def _read(self, stream: StandbyStream) -> None:
+    async def _read(self, stream: PeerStream[Follow]) -> None:
         async for message in stream.received():
             if not isinstance(message, Copied):
                 raise ValueError(f"unexpected {type(message).__name__}")
@@ -185,7 +185,7 @@ class KeptFiles:
             if wait is not None and not wait.done():
                 wait.set_result(None)
 
-    async def _send(self, stream: StandbyStream) -> None:
+    async def _send(self, stream: PeerStream[Follow]) -> None:
         while not self._is_over:
             await self._changed.wait()
             self._changed.clear()
@@ -198,7 +198,7 @@ class KeptFiles:
         await stream.send(ServiceEnds())
         await asyncio.Event().wait()  # until the stream ends
 
-    async def _send_file(self, stream: StandbyStream, path: str, *, is_new: bool) -> None:
+    async def _send_file(self, stream: PeerStream[Follow], path: str, *, is_new: bool) -> None:
         try:
             fd = os.open(self._folder / path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:

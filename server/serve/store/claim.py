@@ -65,7 +65,7 @@ def run_claim(words: Sequence[str]) -> int:
     answer = {
         **{name: getattr(given, name) for name in ("rank", "world_size", "num_restarts")},
         "pool": pool_to_text(given.pool),
-        **{name: service[name] for name in ("run_id", "restarts")},
+        **{name: service[name] for name in ("run_id", "restarts", "front")},
     }
     print(json.dumps(answer))
     return 0

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from scheduler.step.groups import StoreDoorbell
-from server.serve.child_messages import ranks_addresses
+from server.options.table import PER_NODE
+from server.serve.child_messages import joined_announcement, ranks_addresses
 from server.serve.store.claim import publish_service
 from server.serve.store.meeting import Endpoint
 from server.serve.store.moving_store import MovingStore, StoreAddress, connect, open_store
@@ -22,8 +23,9 @@ from server.serve.store.rendezvous import Place
 from server.serve.store.signed_store import SignedStore
 
 FRONT_KEY, STANDBY_KEY = "front", "standby"  # entries with the fronts' addresses
+_FURTHER_KEY, _NUM_FURTHER_KEY = "fronts/", "num_fronts"  # entries with the fronts of nodes that do not lead
 _RING_S = 1.0  # for a ring to find the store
-STANDBY_TIMEOUT_S = 120.0  # for the front on the standby's node to bind its ports
+STANDBY_TIMEOUT_S = 120.0  # for the fronts on another node to bind their ports
 
 
 class _MovingDoorbell(StoreDoorbell):
@@ -40,6 +42,10 @@ class _MovingDoorbell(StoreDoorbell):
 
 class NoStandbyError(RuntimeError):
     """No node of the service can be the standby of --standby."""
+
+
+class NodeFrontsError(RuntimeError):
+    """A node of the service has no fronts, or another number of them."""
 
 
 class JobStore:
@@ -77,6 +83,38 @@ class JobStore:
         """Write the addresses of the front on this node, for the other ranks and for nodes that join later."""
         store.set(FRONT_KEY, json.dumps(front))
         publish_service(self._open(self._address), front, self._environment)
+
+    def gather_fronts(self, front: Mapping[str, str], store: Store, num_nodes: int) -> dict[str, str]:
+        """Return the addresses of the fronts of all nodes.
+
+        Args:
+            front: Those of the leading node, which is this one.
+
+        Raises:
+            NodeFrontsError: A node has none, or another number.
+        """
+        keys = [f"{_FURTHER_KEY}{node}" for node in range(1, num_nodes)]
+        try:
+            store.wait(keys, timedelta(seconds=STANDBY_TIMEOUT_S))
+        except dist.DistStoreError as error:
+            missing = sum(not store.check([key]) for key in keys)
+            raise NodeFrontsError(
+                f"--fronts is {PER_NODE}, but {missing} of {num_nodes} nodes started no front within {STANDBY_TIMEOUT_S:g} s; use "
+                "the same flags on all nodes"
+            ) from error
+        nodes = [front, *(json.loads(store.get(key)) for key in keys)]
+        counts = [len(ranks_addresses(each)) for each in nodes]
+        if len(set(counts)) > 1:
+            raise NodeFrontsError(
+                f"--api-server-count differs: the nodes have {', '.join(map(str, counts))} fronts; use the same flags on all nodes"
+            )
+        return joined_announcement(nodes)
+
+    def publish_further(self, bound: Mapping[str, str], store: Store) -> int:
+        """Write the addresses of this node's fronts, if it does not lead, and return its number among the nodes with fronts."""
+        node = int(store.add(_NUM_FURTHER_KEY, 1))
+        store.set(f"{_FURTHER_KEY}{node}", json.dumps(dict(bound)))
+        return node
 
     def publish_standby(self, bound: Mapping[str, str], store: Store) -> dict[str, str]:
         """Write the addresses of the standby's front on this node, and return those of the leading front.

@@ -161,6 +161,21 @@ def find_standby(
     return found.host if listens_on(agent_pid, found.port) else None
 
 
+def own_address(host: str) -> str:
+    """Return the address of this node on its route to another one, which reaches it there.
+
+    Raises:
+        PlaceError: No route exists.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, _C10D_PORT, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise PlaceError(f"cannot find the address of this node that {host} reaches: {error}") from error
+
+
 def node_name(agent_pid: int, environment: Mapping[str, str] = os.environ) -> str:
     """Return a name that the workers of one run of one torchrun share."""
     run_id, restarts = (environment.get(f"TORCHELASTIC_{name}", "0") for name in ("RUN_ID", "RESTART_COUNT"))
@@ -172,6 +187,7 @@ class Joined(NamedTuple):
 
     place: Place
     variables: dict[str, str]  # the same place for the engine, as torchrun's variables
+    front: dict[str, str]  # the fronts of the service, as they are announced
 
 
 class WantedPool(NamedTuple):
@@ -248,7 +264,7 @@ def join_service(
         RESTARTS_VARIABLE: str(given["num_restarts"]),
         POOL_VARIABLE: given["pool"],
     }
-    return Joined(place, variables)
+    return Joined(place, variables, given["front"])
 
 
 def store_variables(agent_pid: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -99,11 +99,13 @@ def stream_all(
     pieces: int = PIECES,
     then: Callable[[], object] = lambda: None,
     prompt: str = "the cat",
+    url: str = URL,
 ) -> list[str]:
     """Stream completions from inside a namespace and return their texts. Call `then` when all streams have begun.
 
     Args:
         prompt: What all prompts have after their number.
+        url: Of the front.
     """
     fields = {"model": "tiny", "max_tokens": 200, "temperature": 0, "ignore_eos": True, "stream": True}
     are_under_way = threading.Barrier(NUM_STREAMS + 1)
@@ -113,7 +115,7 @@ def stream_all(
         lines: list[str] = []
         sent = httpx.stream(
             "POST",
-            f"{URL}/v1/completions",
+            f"{url}/v1/completions",
             json={**fields, "prompt": text},
             timeout=STREAMS_S,
             verify=False,

@@ -1,6 +1,7 @@
 """Ranks find the job's store when it has moved to another node."""
 
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -13,9 +14,11 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
 from dispatch.ports import free_port
+from server.serve.child_messages import joined_announcement
+from server.serve.node_fronts import map_of, returning_fronts
 from server.serve.store import job_store
 from server.serve.store.claim import find_service
-from server.serve.store.job_store import FRONT_KEY, JobStore, NoStandbyError
+from server.serve.store.job_store import FRONT_KEY, JobStore, NodeFrontsError, NoStandbyError
 from server.serve.store.meeting import Endpoint
 from server.serve.store.moving_store import MovingStore, StoreAddress
 from server.serve.store.rendezvous import Place
@@ -135,6 +138,46 @@ def test_nodes_with_different_numbers_of_fronts_are_refused() -> None:
         NoStandbyError, match="--api-server-count is 2 on this node, which is the standby, and 1 on"
     ):
         jobs.publish_standby({**BOUND, "others": "b:2"}, jobs.open())
+
+
+def test_the_fronts_of_all_nodes_are_announced_together_those_of_the_leading_one_first() -> None:
+    _store, endpoint = hosted()
+    jobs = [JobStore(place(endpoint, rank), {}, None) for rank in range(3)]
+    bound = [{**BOUND, "ranks_address": f"n{node}:1", "others": f"n{node}:2"} for node in range(3)]
+    with ThreadPoolExecutor(1) as threads:
+        gathered = threads.submit(jobs[0].gather_fronts, bound[0], jobs[0].open(), 3)
+        nodes = {jobs[each].publish_further(bound[each], jobs[each].open()): each for each in (2, 1)}
+        announced = gathered.result(WAIT_S)
+    assert sorted(nodes) == [1, 2] and announced["token"] == bound[0]["token"]
+    expected = [f"n{each}:{port}" for each in (0, nodes[1], nodes[2]) for port in (1, 2)]
+    found = map_of(announced, 2)
+    assert (list(found.addresses), found.num_per_node, list(found.near)) == (expected, 2, [4, 5])
+
+
+def test_a_node_without_fronts_or_with_another_number_ends_the_start_with_a_message(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(job_store, "STANDBY_TIMEOUT_S", 0.05)
+    _store, endpoint = hosted()
+    jobs = JobStore(place(endpoint), {}, None)
+    with pytest.raises(NodeFrontsError, match="1 of 2 nodes started no front within"):
+        jobs.gather_fronts(FRONT, jobs.open(), 2)
+    jobs.publish_further({**BOUND, "others": "b:2"}, jobs.open())
+    with pytest.raises(NodeFrontsError, match="--api-server-count differs: the nodes have 1, 2 fronts"):
+        jobs.gather_fronts(FRONT, jobs.open(), 2)
+
+
+def test_a_node_that_returns_has_the_lost_fronts_of_its_address() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as running:
+        alive = f"127.0.0.1:{running.getsockname()[1]}"
+        lost = f"127.0.0.1:{free_port()}"
+        announced = joined_announcement(
+            [FRONT, {**BOUND, "ranks_address": alive}, {**BOUND, "ranks_address": lost}]
+        )
+        found = returning_fronts(announced, "127.0.0.1")
+        assert found is not None and found.node == 2 and found.addresses[found.near.start] == lost
+        assert returning_fronts(announced, "127.0.0.2") is None
+        assert returning_fronts(FRONT, "10.0.0.1") is None, "all fronts are on one node"
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dispatch.ports import free_port
 from server.serve.child_messages import FrontAddresses, announcement, ranks_addresses
 from server.serve.children import END_NOW_SIGNAL
 from server.serve.preflight.unix_socket import listening_at
@@ -113,3 +114,30 @@ def test_a_front_that_exits_by_itself_ends_the_service(model: Path) -> None:
         assert (
             status == 1 and "front 1 (pid " in service.output() and "exited with status 3" in service.output()
         )
+
+
+def test_each_node_has_fronts_that_wait_for_those_of_the_others(model: Path) -> None:
+    """The engine next to the leading front announces it, and that of another node its own fronts."""
+    for rank, variable in ((0, "WIDEEP_FRONT"), (1, "WIDEEP_NODE_FRONTS")):
+        environment = place(rank=rank, world_size=2)
+        port = f"--port={free_port()}"
+        with start_worker(model, environment, "--api-server-count=2", "--fronts=per-node", port) as service:
+            service.wait_for_output("serving on")
+            fronts = [service.facts(f"front-{rank}{number}") for number in ("", "-1")]
+            assert ["--has-other-nodes" in front["argv"] for front in fronts] == [True, True]
+            engine = service.facts(f"engine-{rank}")["env"]
+            announced = {name: engine[name] for name in ("WIDEEP_FRONT", "WIDEEP_NODE_FRONTS")}
+            assert ranks_addresses(json.loads(announced.pop(variable))) == ["x:1", "x:2"]
+            assert list(announced.values()) == [None]
+            assert engine["WIDEEP_KEPT"] == fronts[0]["env"]["WIDEEP_KEPT"]
+            service.process.send_signal(signal.SIGINT)
+            assert service.end()[0] == 0
+
+
+def test_a_service_on_one_node_is_not_changed_by_fronts_on_every_node(model: Path) -> None:
+    with start_worker(model, place(), "--fronts=per-node", f"--port={free_port()}") as service:
+        service.wait_for_output("serving on")
+        assert "--has-other-nodes" not in service.facts("front-0")["argv"]
+        assert service.facts("engine-0")["env"]["WIDEEP_NODE_FRONTS"] is None
+        service.process.send_signal(signal.SIGINT)
+        assert service.end()[0] == 0

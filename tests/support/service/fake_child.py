@@ -135,6 +135,7 @@ def main() -> None:
         "WIDEEP_RESTARTS",
         "WIDEEP_KEPT",
         "WIDEEP_STANDBY",
+        "WIDEEP_NODE_FRONTS",
         "WIDEEP_LISTENER_FD",
     )
     known = {"pid": os.getpid(), "argv": sys.argv[1:], "env": {key: os.environ.get(key) for key in wanted}}

@@ -12,6 +12,7 @@ from typing import Any
 
 from expert_placement.placement import linear_placement
 from scheduler.moves.reports import ExpertMap
+from server.front.several.front_map import FrontMap
 from server.link.messages import Served
 from server.serve.child_messages import FrontAddresses, announcement
 from tests.support.service.front_process import TIMEOUT_S, FrontProcess
@@ -23,26 +24,43 @@ HOME = linear_placement(2, 4, 2)
 class SeveralFronts:
     """The fronts of one service. Rank r of front f is `fronts[f].ranks[r]`: a process has a link to each front."""
 
-    def __init__(self, model: Path, kept: Path, *flags: str, num_fronts: int = 2, **how: Any) -> None:
-        self._model, self._kept, self._how = model, kept, how
-        self._flags = (f"--api-server-count={num_fronts}", "--served-model-name=m", *flags)
-        self._announced = ""
+    def __init__(
+        self, model: Path, kept: Path, *flags: str, num_fronts: int = 2, on_nodes: bool = False, **how: Any
+    ) -> None:
+        """Start them. With `on_nodes`, each has a separate folder, as on a separate node."""
+        self._model, self._kept, self._on_nodes, self._how = model, kept, on_nodes, how
+        self._flags = (f"--api-server-count={1 if on_nodes else num_fronts}", "--served-model-name=m", *flags)
+        self._announced: dict[int, str] = {}
         self.fronts: list[FrontProcess] = []
         for number in range(num_fronts):
             self.fronts.append(self._start(number))
             addresses = [FrontAddresses(each.url, each.ranks_address, each.token) for each in self.fronts]
             self.leading = announcement(addresses[:1])
-            self._announced = self.leading if number < num_fronts - 1 else announcement(addresses)
+            if not on_nodes:
+                all_fronts = self.leading if number < num_fronts - 1 else announcement(addresses)
+                self._announced = dict.fromkeys(range(num_fronts), all_fronts)
+        if on_nodes:
+            self._announced = {each: announcement([addresses[each]]) for each in range(num_fronts)}
+            for number in range(num_fronts):
+                at = tuple(each.ranks_address for each in addresses)
+                FrontMap(number, 1, at, addresses[0].token).write(self.kept_of(number))
+                self.fronts[number].token = addresses[0].token
         self.attach_all()
         self.wait_ready()
 
+    def kept_of(self, number: int) -> Path:
+        """Return the folder that outlives a front."""
+        return self._kept / f"node-{number}" if self._on_nodes else self._kept
+
     def _start(self, number: int, port: str = "0") -> FrontProcess:
-        environment = {"WIDEEP_KEPT": str(self._kept)}
-        if self._announced:
-            environment["WIDEEP_FRONT"] = self._announced
+        self.kept_of(number).mkdir(exist_ok=True)
+        environment = {"WIDEEP_KEPT": str(self.kept_of(number))}
+        flags = ["--has-other-nodes"] if self._on_nodes else [f"--front-number={number}"]
+        if number in self._announced:
+            environment["WIDEEP_FRONT"] = self._announced[number]
         return FrontProcess(
-            self._model, *self._flags, f"--front-number={number}", f"--port={port}", environment=environment, **self._how
-        )  # fmt: skip
+            self._model, *self._flags, *flags, f"--port={port}", environment=environment, **self._how
+        )
 
     def attach_all(self) -> None:
         """Attach every rank to every front."""
@@ -71,7 +89,7 @@ class SeveralFronts:
         """Start a killed front's replacement with the same ports."""
         old = self.fronts[number]
         front = self.fronts[number] = self._start(number, old.url.rpartition(":")[2]).wait_listening()
-        front._scripts, front.num_ranks = old._scripts, old.num_ranks
+        front._scripts, front.num_ranks, front.token = old._scripts, old.num_ranks, old.token
         return front
 
     def start_again(self, number: int) -> FrontProcess:

@@ -1,4 +1,7 @@
-"""Several real fronts with scripted ranks: every front gives the same answers, and only the connections of a killed front break."""
+"""Several real fronts with scripted ranks: every front gives the same answers, and only the connections of a killed front break.
+
+Those on several nodes share nothing but their streams (`--fronts per-node`).
+"""
 
 import json
 import os
@@ -22,10 +25,16 @@ COMPLETION = {"prompt": "f-say", "max_tokens": 40}
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "f-say"}], "stream": True}
 
 
-@pytest.fixture(scope="module")
-def service(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeveralFronts]:
+@pytest.fixture(
+    scope="module",
+    params=[False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["on one node", "on two nodes"],
+)
+def service(
+    request: pytest.FixtureRequest, model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SeveralFronts]:
     """Two fronts with two ranks."""
-    with several_fronts(model_dir, tmp_path_factory.mktemp("kept")) as fronts:
+    with several_fronts(model_dir, tmp_path_factory.mktemp("kept"), on_nodes=request.param) as fronts:
         begin(fronts)
         yield fronts
 
@@ -213,10 +222,16 @@ def test_a_limit_holds_over_all_fronts(model_dir: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("on_nodes", [False, True])
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_killed_front_breaks_its_own_connections_only(model_dir: Path, tmp_path: Path, number: int) -> None:
+def test_a_killed_front_breaks_its_own_connections_only(
+    model_dir: Path, tmp_path: Path, number: int, on_nodes: bool
+) -> None:
     gate = threading.Event()
-    with several_fronts(model_dir, tmp_path / "kept") as service, ThreadPoolExecutor() as threads:
+    with (
+        several_fronts(model_dir, tmp_path / "kept", on_nodes=on_nodes) as service,
+        ThreadPoolExecutor() as threads,
+    ):
         begin(service)
         service.script("f-say", ANSWER, gates={3: gate})
         killed, other = service.fronts[number], service.fronts[1 - number]
@@ -329,9 +344,15 @@ def test_a_background_response_of_a_killed_front_is_finished_by_its_replacement(
 
 
 @pytest.mark.slow
-def test_a_drain_ends_when_every_front_has_finished_its_requests(model_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("on_nodes", [False, True])
+def test_a_drain_ends_when_every_front_has_finished_its_requests(
+    model_dir: Path, tmp_path: Path, on_nodes: bool
+) -> None:
     gate = threading.Event()
-    with several_fronts(model_dir, tmp_path / "kept") as service, ThreadPoolExecutor() as threads:
+    with (
+        several_fronts(model_dir, tmp_path / "kept", on_nodes=on_nodes) as service,
+        ThreadPoolExecutor() as threads,
+    ):
         begin(service)
         service.script("f-say", ANSWER, gates={3: gate})
         first, second = service.fronts

@@ -1,0 +1,114 @@
+"""Every node of a service serves HTTP (`--fronts per-node`): real torchrun agents, engines and fronts in namespaces."""
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.server.nodes.test_nodes import (
+    ENDPOINT_NODE,
+    HTTP_PORT,
+    NUM_STREAMS,
+    OTHER_NODE,
+    end_node,
+    engine_of,
+    joining,
+    stream_all,
+    torchruns,
+    worker,
+)
+from tests.support.service.namespaces import ask, made_namespaces, threads_inside
+from tests.support.service.real_service import START_S, RealService, write_tiny_model
+from tests.support.service.service_processes import wait_until
+
+URLS = [f"http://10.213.7.{node + 1}:{HTTP_PORT}" for node in (OTHER_NODE, ENDPOINT_NODE)]
+HERE, THERE = URLS[ENDPOINT_NODE], URLS[OTHER_NODE]
+
+
+@pytest.fixture
+def namespaces() -> Iterator[list[str]]:
+    with made_namespaces(2) as names:
+        yield names
+
+
+def start(namespaces: list[str], directory: Path, *flags: str) -> RealService:
+    """Start a torchrun on each node, with the same line."""
+    model = write_tiny_model(directory / "tiny")
+    flags = ("--host=0.0.0.0", "--fronts=per-node", *flags)
+    nodes = [node._replace(worker=worker(model, *flags)) for node in torchruns(namespaces, model)]
+    return RealService(HTTP_PORT, nodes, directory / "output.txt")
+
+
+def wait_until_healthy(service: RealService, namespaces: list[str]) -> None:
+    for name, url in zip(namespaces, URLS, strict=True):
+        wait_until(
+            lambda: ask(name, "GET", f"{url}/health") is not None,  # noqa: B023
+            service.output,
+            within_s=START_S,
+        )
+
+
+def post(namespace: str, url: str, key: str) -> httpx.Response:
+    """Send a completion with a key for retries."""
+    body = {"model": "tiny", "prompt": "a b", "max_tokens": 8, "temperature": 1.0}
+    with threads_inside(namespace) as thread:
+        sent = thread.submit(
+            httpx.post, f"{url}/v1/completions", json=body, headers={"Idempotency-Key": key}, timeout=60
+        )
+        return sent.result()
+
+
+def num_tokens(namespace: str, url: str) -> float:
+    """Return the number of tokens that the service has generated, as one of its fronts reports it."""
+    said = ask(namespace, "GET", f"{url}/metrics") or ""
+    return sum(
+        float(line.split()[-1])
+        for line in said.splitlines()
+        if line.startswith("vllm:generation_tokens_total{")
+    )
+
+
+def kinds_of_events(namespace: str, url: str) -> list[str]:
+    said = ask(namespace, "GET", f"{url}/v1/fault_tolerance/status")
+    return [event["kind"] for event in json.loads(said)["events"]] if said else []
+
+
+@pytest.mark.slow
+def test_each_node_answers_and_one_survives_the_loss_of_another(
+    namespaces: list[str], tmp_path: Path
+) -> None:
+    key = tmp_path / "cluster.key"
+    key.write_text("k" * 64)
+    key.chmod(0o600)
+    with start(namespaces, tmp_path, f"--cluster-key-file={key}") as service:
+        wait_until_healthy(service, namespaces)
+        here, there = namespaces[ENDPOINT_NODE], namespaces[OTHER_NODE]
+        assert service.output().count("serving on 2 ranks at http://") == 2
+        expected = stream_all(here, url=HERE)
+        assert stream_all(there, url=THERE) == expected
+        assert num_tokens(there, THERE) == num_tokens(here, HERE) == 2 * NUM_STREAMS * 200
+        answers = {key: post(here, HERE, key) for key in "abcdef"}
+        for each, answer in answers.items():
+            again = post(there, THERE, each)
+            assert again.text == answer.text and again.headers["Idempotent-Replayed"] == "true"
+
+        subprocess.run(["kill", "-9", str(engine_of(service, there))], check=True)
+        assert stream_all(there, url=THERE) == expected, "the front's own engine was lost"
+        wait_until_healthy(service, namespaces)
+
+        assert stream_all(here, url=HERE, then=lambda: end_node(service, OTHER_NODE)) == expected
+        wait_until(lambda: "fronts_lost" in kinds_of_events(here, HERE), service.output)
+        for each in answers:
+            assert post(here, HERE, each).status_code == 200, "this front answers in place of the lost one"
+
+        flags = ("--host=0.0.0.0", "--fronts=per-node", f"--cluster-key-file={key}")
+        with joining(there, tmp_path / "tiny", tmp_path / "joined.txt", *flags) as node:
+            wait_until(lambda: "fronts_back" in kinds_of_events(here, HERE), node.output, within_s=START_S)
+            wait_until_healthy(service, namespaces)
+            node.wait_until(lambda: "serving on 2 ranks at http://" in node.output())
+            assert stream_all(there, url=THERE) == stream_all(here, url=HERE) == expected
+            first, again = (post(name, url, "new") for name, url in ((here, HERE), (there, THERE)))
+            assert again.text == first.text and again.headers["Idempotent-Replayed"] == "true"
