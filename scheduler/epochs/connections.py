@@ -26,17 +26,18 @@ _ESTABLISHED = 1
 _TCP_INFO = struct.Struct("=BxBB52xI")
 
 
-def break_silent(timeout_s: float, *, port: int | None = None) -> int:
+def break_silent(timeout_s: float, *, port: int | None = None, peer_ports: Collection[int] = ()) -> int:
     """Shut down this process's TCP connections to hosts that have not answered for `timeout_s`.
 
     Call it about once a second. Returns the number of connections shut down.
 
     Args:
         port: Only check connections to this local port, so that others may be slow. None checks all.
+        peer_ports: Check connections to these ports of other hosts, too.
     """
     num_broken = 0
     for connection in _connections():
-        if port is None or connection.getsockname()[1] == port:
+        if port is None or connection.getsockname()[1] == port or _peer_port(connection) in peer_ports:
             num_broken += _look(connection, max(timeout_s, LEAST_TIMEOUT_S))
     return num_broken
 
@@ -87,6 +88,14 @@ def _connections(inodes: Collection[int] | None = None) -> Iterator[socket.socke
             is_ip = connection.family in (socket.AF_INET, socket.AF_INET6)
             if is_ip and connection.type == socket.SOCK_STREAM:
                 yield connection
+
+
+def _peer_port(connection: socket.socket) -> int | None:
+    """Return the port at the other end, or None if the connection is not established."""
+    try:
+        return int(connection.getpeername()[1])
+    except OSError:
+        return None
 
 
 def _inodes() -> frozenset[int]:

@@ -126,8 +126,9 @@ class Front:
             service.following.on_pools = self._follow_pools
         elif service.fronts is not None:
             ranks.until_expected = self._until_all_follow
-        if service.fronts is not None and service.fronts.nodes is not None:
-            ranks.on_peer = service.fronts.nodes.serve
+        self._other_nodes = None if service.fronts is None else service.fronts.nodes
+        if self._other_nodes is not None:
+            ranks.on_peer = self._other_nodes.serve
         ending.on_hurry = self._hurry
 
     def begin_resizes(self, environment: Mapping[str, str]) -> None:
@@ -165,29 +166,33 @@ class Front:
         if self._service.following is not None:
             self._service.following.look()  # at the pools whose ranks may attach
         await self._ranks.serve(self._receive, self._claim, self._find_return, self._nodes.world_size_of)
-        other_nodes = None if self._service.fronts is None else self._service.fronts.nodes
-        if other_nodes is not None:
-            await other_nodes.start()
+        if self._other_nodes is not None:
+            await self._other_nodes.start()
         serving = asyncio.create_task(self._http.serve(listener))
         serving.add_done_callback(self._on_http_end)
         await self._ending.begun.wait()
         await self._close(serving)
         if self._fatal is None:
             await self._wait_for_ranks()
-        if other_nodes is not None:
-            await other_nodes.close()
+        if self._other_nodes is not None:
+            await self._other_nodes.close()
         await self._ranks.close()
         if self._files is not None:
             self._files.close()
         return self._fatal
 
     def _look_at_links(self) -> None:
-        """Break connections to ranks with an unresponsive host, periodically. Client connections may stay silent."""
+        """Break connections to ranks and other nodes' fronts with an unresponsive host, periodically. Client connections may stay
+        silent."""
         asyncio.get_running_loop().call_later(2 * LOOK_EVERY_S, self._look_at_links)
         if self._options.engine.heartbeat_timeout_s:
             # OSError: no descriptor is free for listing connections; the next call may have one.
             with contextlib.suppress(OSError):
-                break_silent(self._options.engine.heartbeat_timeout_s, port=self._ranks.port)
+                break_silent(
+                    self._options.engine.heartbeat_timeout_s,
+                    port=self._ranks.port,
+                    peer_ports=() if self._other_nodes is None else self._other_nodes.ports,
+                )
 
     def _on_http_end(self, serving: "asyncio.Task[None]") -> None:
         """End the front if its HTTP server has ended, because it is useless without one."""

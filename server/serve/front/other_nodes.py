@@ -67,6 +67,16 @@ class OtherNodes:
         """The fronts of nodes that do not answer."""
         return tuple(number for node in sorted(self._lost) for number in self._fronts.fronts_of(node))
 
+    @property
+    def ports(self) -> frozenset[int]:
+        """The ports of other nodes' fronts."""
+        far = (
+            self._fronts.addresses[number]
+            for node in self._fronts.other_nodes
+            for number in self.fronts_of(node)
+        )
+        return frozenset(int(address.rpartition(":")[2]) for address in far)
+
     def fronts_of(self, node: int) -> range:
         """Return the numbers of a node's fronts."""
         return self._fronts.fronts_of(node)
@@ -81,14 +91,8 @@ class OtherNodes:
                     os.unlink(path)
                 self._relays.append(await asyncio.start_unix_server(self._relay_to(number), path))
         if self._mirror is not None:
-            self._begin(self._keep_looking(self._mirror))
-            for node in self._fronts.other_nodes:
-                self._begin(self._keep_sending(self._mirror, node))
-
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        task.add_done_callback(_log_error)
-        self._tasks.append(task)
+            work = [self._keep_sending(self._mirror, node) for node in self._fronts.other_nodes]
+            self._tasks = [asyncio.create_task(each) for each in (self._keep_looking(self._mirror), *work)]
 
     async def close(self) -> None:
         """End all streams."""
@@ -123,24 +127,33 @@ class OtherNodes:
 
     async def _keep_looking(self, mirror: Mirror) -> None:
         """Send the changes of this node's board to all open streams, and notice lost nodes."""
-        all_s = beat_s = 0.0
+        all_s = sent_s = 0.0  # when everything was looked at, and when a change was sent
         while True:
             now_s = time.monotonic()
-            is_time = now_s - all_s >= _ALL_EVERY_S
-            all_s = now_s if is_time else all_s
-            change = mirror.take_changes(of_all=is_time)
-            if change is None and now_s - beat_s >= _BEAT_S:
-                change = mirror.beat()
-            if change is not None:
-                beat_s = now_s
-                for outbox in self._outboxes.values():
-                    outbox.put_nowait(change)
-            for node, heard_s in self._heard_s.items():
-                if heard_s is not None and node not in self._lost and now_s - heard_s > LOST_S:
-                    self._lost.add(node)
-                    mirror.lose(node)
-                    self.on_lost(node)
+            is_due, beats = now_s - all_s >= _ALL_EVERY_S, now_s - sent_s >= _BEAT_S
+            all_s = now_s if is_due else all_s
+            try:
+                sent_s = now_s if self._send_changes(mirror, of_all=is_due, beats=beats) else sent_s
+                self._look_for_lost(mirror, now_s)
+            except Exception:  # noqa: BLE001 - without this task the other nodes would count this one as lost
+                _LOG.exception("cannot send the changes of this node's fronts")
             await asyncio.sleep(EVERY_S)
+
+    def _send_changes(self, mirror: Mirror, *, of_all: bool, beats: bool) -> bool:
+        """Send what has changed. Without changes, send an empty one if it `beats`. Returns whether something was sent."""
+        change = mirror.take_changes(of_all=of_all) or (mirror.beat() if beats else None)
+        if change is None:
+            return False
+        for outbox in self._outboxes.values():
+            outbox.put_nowait(change)
+        return True
+
+    def _look_for_lost(self, mirror: Mirror, now_s: float) -> None:
+        for node, heard_s in self._heard_s.items():
+            if heard_s is not None and node not in self._lost and now_s - heard_s > LOST_S:
+                self._lost.add(node)
+                mirror.lose(node)
+                self.on_lost(node)
 
     async def _keep_sending(self, mirror: Mirror, node: int) -> None:
         """Send this node's board to another node, over successive streams."""
@@ -152,6 +165,8 @@ class OtherNodes:
                     await self._send_all(mirror, node, peer)
             except OSError as error:
                 _LOG.debug("no stream to the fronts of node %d: %s", node, error)
+            except Exception:  # noqa: BLE001 - without this task that node would count this one as lost
+                _LOG.exception("cannot send to the fronts of node %d", node)
             finally:
                 self._outboxes.pop(node, None)
             await asyncio.sleep(_RETRY_S)
@@ -219,19 +234,14 @@ class OtherNodes:
         except OSError:  # it does not listen yet
             return
         try:
-            await stream.send(Tunnel())
+            with contextlib.suppress(grpc.aio.BaseError):  # that front does not wait any more
+                await stream.send(Tunnel())
             await _until_one_ends(_send_bytes(reader, stream), _write_bytes(stream.received(), writer))
         finally:
             writer.close()
 
     def _stream_to(self, address: str, first: object) -> contextlib.AbstractAsyncContextManager[FrontPeer]:
         return stream_to(address, self._fronts.token, first, cluster_key=self._key)
-
-
-def _log_error(task: asyncio.Task[None]) -> None:
-    """Log why a task ended that should not."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        _LOG.error("the fronts of other nodes are not followed any more", exc_info=error)
 
 
 async def _send_bytes(reader: asyncio.StreamReader, stream: FrontPeer | PeerStream[Any]) -> None:

@@ -61,6 +61,18 @@ def test_a_silent_connection_is_shut_down_and_its_waiter_is_told(monkeypatch: py
             assert other.recv(1) == b"y", "sockets other than TCP must not be touched"
 
 
+def test_connections_to_other_ports_may_be_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = socket.create_server(("127.0.0.1", 0))
+    with server, socket.create_connection(server.getsockname()) as connection:
+        monkeypatch.setattr(connections, "_descriptors", lambda: [server.fileno(), connection.fileno()])
+        monkeypatch.setattr(connections, "is_silent", lambda _info, _timeout_s: True)
+        here, there = connection.getsockname()[1], server.getsockname()[1]
+        break_silent(2.0)  # enables probes
+        assert break_silent(2.0, port=1) == break_silent(2.0, port=1, peer_ports=[here]) == 0
+        assert break_silent(2.0, port=1, peer_ports=[there]) == 1
+        assert connection.recv(1) == b""
+
+
 def test_a_connection_that_was_idle_before_anybody_asked_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "LEAST_TIMEOUT_S", 0.1)
     server = socket.create_server(("127.0.0.1", 0))

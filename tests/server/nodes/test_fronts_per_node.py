@@ -20,7 +20,7 @@ from tests.server.nodes.test_nodes import (
     torchruns,
     worker,
 )
-from tests.support.service.namespaces import ask, made_namespaces, threads_inside
+from tests.support.service.namespaces import ask, made_namespaces, set_link, threads_inside
 from tests.support.service.real_service import START_S, RealService, write_tiny_model
 from tests.support.service.service_processes import wait_until
 
@@ -112,3 +112,23 @@ def test_each_node_answers_and_one_survives_the_loss_of_another(
             assert stream_all(there, url=THERE) == stream_all(here, url=HERE) == expected
             first, again = (post(name, url, "new") for name, url in ((here, HERE), (there, THERE)))
             assert again.text == first.text and again.headers["Idempotent-Replayed"] == "true"
+
+
+@pytest.mark.slow
+def test_a_node_that_is_cut_off_ends_its_requests_and_the_other_answers_in_its_place(
+    namespaces: list[str], tmp_path: Path
+) -> None:
+    with start(namespaces, tmp_path) as service:
+        wait_until_healthy(service, namespaces)
+        here, there = namespaces[ENDPOINT_NODE], namespaces[OTHER_NODE]
+        expected = stream_all(here, url=HERE)
+        keys = "abcdefgh"
+        before = [post(there, THERE, key).text for key in keys]
+        assert [post(here, HERE, key).text for key in keys] == before
+        inside = f"http://127.0.0.1:{HTTP_PORT}"
+        with pytest.raises(AssertionError, match="node of the leading front does not answer"):
+            stream_all(there, url=inside, then=lambda: set_link(there, "down"))
+        wait_until(lambda: "fronts_lost" in kinds_of_events(here, HERE), service.output)
+        after = [post(here, HERE, key) for key in keys]
+        assert {each.status_code for each in after} == {200}
+        assert stream_all(here, url=HERE) == expected
