@@ -52,7 +52,7 @@ def test_the_number_of_images_has_vllm_s_forms(limits: str, most: int) -> None:
         (("--max-image-bytes", "0"), "give a size"),
         (("--image-encoder-device", "gpu"), "must be cpu, cuda or cuda:N"),
         (("--image-encoder-device", "cuda:x"), "must be cpu, cuda or cuda:N"),
-        (("--image-encoder-threads", "0"), "at least 1"),
+        (("--image-encoder-threads", "0"), "1 to 1024"),
         (("--mm-processor-kwargs", "5"), "give a JSON object"),
         (("--mm-processor-kwargs", "{"), "give a JSON object"),
         (("--mm-processor-kwargs", '{"patch_size": 5}'), "patch_size cannot be set: use max_pixels"),
