@@ -26,12 +26,14 @@ from tests.support.service.real_service import REPOSITORY, RealService
 from tests.support.service.service_processes import wait_until
 
 MESSAGES, VERSION = "server/link/messages.py", "server/machine/versions.py"
+# Files that other tests are writing. Compiled code is copied: numba and Python check only the time and the size of its source.
+BEING_WRITTEN = shutil.ignore_patterns("*.tmp.*", "*.pyc.*")
 
 
 def copied(root: Path, changed: str, old: str, new: str) -> list[str]:
     """Copy WideEP, change the first `old` in one of its files, and return the copy's command."""
     for package in PACKAGES:
-        shutil.copytree(REPOSITORY / package, root / package, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(REPOSITORY / package, root / package, ignore=BEING_WRITTEN)
     shutil.copy(REPOSITORY / "wideep.py", root)
     text = (root / changed).read_text()
     assert old in text
