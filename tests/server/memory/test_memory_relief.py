@@ -19,7 +19,7 @@ CACHE_TOKENS = NUM_STREAMS * NUM_TOKENS * 2 // 3
 TOKEN_BYTES = 768  # of the tiny models' keys and values
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe", "qwen3_moe with a tier", "qwen3_next"])
+@pytest.fixture(scope="module", params=["qwen3_moe with a tier", "qwen3_next"])
 def service(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RealService]:

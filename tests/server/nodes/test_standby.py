@@ -184,10 +184,7 @@ def rejoining(nodes: Nodes, directory: Path, num_fronts: int) -> RealService:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "num_fronts"),
-    [("killed", 1), ("killed", 2), ("without torchrun", 2), ("cut off", 1), ("cut off", 2)],
-)
+@pytest.mark.parametrize(("how", "num_fronts"), [("killed", 1), ("without torchrun", 2), ("cut off", 2)])
 def test_the_standby_serves_when_the_node_with_the_store_is_lost(
     tmp_path: Path, how: str, num_fronts: int
 ) -> None:
