@@ -35,8 +35,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 settings.register_profile("search", deadline=None)
 settings.register_profile("same examples", deadline=None, derandomize=True, database=None)
 
-# Values of the parameters of crossed tests, in order of their appearance. A callspec's own indices count combinations.
+# Values of the parameters of crossed and paired tests, in order of their appearance. A callspec's own indices count combinations.
 CROSSED = pytest.StashKey[dict[tuple[str, str], list[object]]]()
+LEFT_OUT = pytest.StashKey[bool]()  # of a combination that no suite runs
 
 PoolOf = Callable[[int], RankPool]
 OnDevice = Callable[..., Any]
@@ -50,6 +51,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Search for new examples in `make test-all`. `make test` and CI take the same ones each time, so a failure is a change's."""
     durations.register(config)
+    config.addinivalue_line(
+        "markers", "paired(names, of): of all combinations of these parameters, run one in `of`, by turns"
+    )
     is_fast = "not slow" in config.option.markexpr
     settings.load_profile("same examples" if is_fast else "search")
     if is_fast:
@@ -59,23 +63,36 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Leave most combinations of a crossed test's parameters to `make test-all`."""
+    """Leave most combinations of a crossed test's parameters to `make test-all`, and some of a paired test's to no suite."""
     for mark in item.iter_markers("crossed"):
-        seen = item.config.stash.setdefault(CROSSED, {})
-        indices = []
-        for name in mark.args:
-            values = seen.setdefault((item.nodeid.split("[")[0], name), [])
-            value = item.callspec.params[name]  # type: ignore[attr-defined]
-            if not any(value is each for each in values):
-                values.append(value)
-            indices.append(next(index for index, each in enumerate(values) if each is value))
-        if sum(indices) % mark.kwargs["every"]:
+        if _turn(item, mark) % mark.kwargs["every"]:
             item.add_marker(pytest.mark.slow)
+    for mark in item.iter_markers("paired"):
+        if _turn(item, mark) % mark.kwargs["of"]:
+            item.stash[LEFT_OUT] = True
+
+
+def _turn(item: pytest.Item, mark: pytest.Mark) -> int:
+    """Return the sum of the places of an item's parameters, each among the values of its test."""
+    places = []
+    for name in mark.args:
+        values = item.config.stash.setdefault(CROSSED, {}).setdefault((item.nodeid.split("[")[0], name), [])
+        value = item.callspec.params[name]  # type: ignore[attr-defined]
+        if not any(value is each for each in values):
+            values.append(value)
+        places.append(next(place for place, each in enumerate(values) if each is value))
+    return sum(places)
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Start the long files first if several processes run tests, so that none of them is left for one process at the end."""
+    """Drop the combinations of paired tests that no suite runs.
+
+    If several processes run tests, start the long files first, so that none of them is left for one process at the end.
+    """
+    if left_out := [item for item in items if LEFT_OUT in item.stash]:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if LEFT_OUT not in item.stash]
     if hasattr(config, "workerinput"):
         durations.put_long_files_first(items, durations.read_durations())
 

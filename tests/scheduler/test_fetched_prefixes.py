@@ -87,6 +87,7 @@ def at(address: str, wanted: Sequence[Request]) -> list[Request]:
 
 
 @pytest.mark.crossed("family", "settings", every=4)
+@pytest.mark.paired("family", "settings", of=2)
 @pytest.mark.parametrize(
     "settings", [{}, {"max_num_seqs": 1}, {"speculative_config": DRAFTS}], ids=["batch", "one seat", "drafts"]
 )

@@ -57,6 +57,7 @@ def serve_with_tiers(
 
 
 @pytest.mark.crossed("family", "settings", every=4)
+@pytest.mark.paired("family", "settings", of=2)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -114,6 +115,7 @@ def test_a_restarted_service_finds_its_blocks_on_the_disk(
 
 
 @pytest.mark.crossed("family", "settings", every=4)
+@pytest.mark.paired("family", "settings", of=2)
 @pytest.mark.parametrize(
     "settings",
     [
