@@ -254,7 +254,7 @@ DRAFTING_FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 
-# Two layers of families, of the kinds that the whole family has. For tests with a cost per layer, such as in Triton's interpreter.
+# A few layers of families, of the kinds that the whole family has. For tests with a cost per layer, such as in Triton's interpreter.
 SHALLOW: dict[str, dict[str, Any]] = {
     **{
         family: {"num_hidden_layers": 2}
@@ -275,6 +275,7 @@ SHALLOW: dict[str, dict[str, Any]] = {
         "mlp_layer_types": ["dense", "sparse"],
     },
     "lfm2_moe": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+    "nemotron_h": {"num_hidden_layers": 3, "layer_types": ["mamba", "moe", "attention"]},
     "jamba": {"num_hidden_layers": 2, "attn_layer_period": 2, "attn_layer_offset": 1},
 }
 

@@ -24,7 +24,7 @@ LENGTHS = (7, 4)
 DECODES = [[Part(0, 0, 5), Part(1, 0, 3)], [Part(0, 5, 6), Part(1, 3, 4)]]
 PROMPTS = [[Part(0, 0, 5)], [Part(0, 5, 6), Part(1, 0, 3)], [Part(0, 6, 7), Part(1, 3, 4)]]
 # Places of both sequences' adapters; whether the adapters have changed places before.
-CASES = [((0, 1), False), ((-1, -1), False), ((1, -1), True), ((0, 1), True)]
+CASES = [((0, 1), False), ((0, -1), True)]
 
 
 class CountingGraphs(FakeGraphs):
