@@ -93,7 +93,10 @@ def service(order: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
 
 
 def unbalance(service: RealService, seed: int) -> None:
-    """Apply a placement that the controller will want to improve. The service may refuse it if it is busy or lacks a rank."""
+    """Apply a placement that the controller will want to improve. The service may refuse it if it is busy or lacks a rank.
+
+    Also returns if a rank dies at its switch to the placement.
+    """
     now = from_json(service.get("/experts/history").json()["serving"])
     sizes = now.num_layers, now.num_experts, now.num_ranks, now.slots_per_rank
     target = align(random_placement(*sizes, seed=seed), now)
@@ -124,9 +127,10 @@ def test_streams_stay_the_same_when_a_rank_dies_at_its_switch(
     has_died = False
     while not has_died:
         assert time.monotonic() < deadline_s, f"no rank switched:\n{service.output()[-3000:]}"
-        unbalance(service, seed := seed + 1)
+        seed += 1
         order.write_text(moment)
-        assert [each.said for each in stream_all(service.url, bodies())] == expected
+        streams = stream_all(service.url, bodies(), pieces=5, then=lambda: unbalance(service, seed))  # noqa: B023
+        assert [each.said for each in streams] == expected
         has_died = not order.exists()
         order.unlink(missing_ok=True)
     wait_until(lambda: num_killed(service) > killed, service.output)
