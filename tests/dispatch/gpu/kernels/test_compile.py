@@ -4,6 +4,7 @@ Other tests here check their results in the interpreter.
 """
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from dispatch.gpu.kernels.low_latency import (
 from dispatch.gpu.kernels.ordering import add_chunks, count_chunks, order_few, place_chunks
 from dispatch.gpu.kernels.pairs import order_pairs, sum_pairs
 from dispatch.gpu.symmetric import TEXT_BYTES, CombineContents, DispatchContents, SymmetricLayout
-from tests.support.gpu.triton_compile import Kernel, assemble, check_budget, compile_kernel
+from tests.support.gpu.triton_compile import OTHERS, Kernel, another, assemble, check_budget, compile_kernel
 
 BF16 = torch.bfloat16
 HALF = {"calls": "*i64", "half_bytes": "i64"}
@@ -165,9 +166,16 @@ def test_kernels_stay_within_their_budget(name: str, tmp_path: Path) -> None:
     check_budget(KERNELS[name], tmp_path)
 
 
+def on_others() -> Iterator[tuple[str, int]]:
+    """Yield all names with another architecture by turns, and those of a function with each architecture at least once."""
+    for function in dict.fromkeys(kernel.function.__name__ for kernel in KERNELS.values()):
+        names = [name for name, kernel in KERNELS.items() if kernel.function.__name__ == function]
+        for place in range(max(len(OTHERS), len(names))):
+            yield names[place % len(names)], another(place)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", [80, 89, 100])
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(("name", "arch"), on_others())
 def test_kernels_stay_within_their_budget_on_other_gpus(name: str, arch: int, tmp_path: Path) -> None:
     check_budget(KERNELS[name], tmp_path, arch)
 
