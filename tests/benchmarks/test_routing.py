@@ -48,6 +48,7 @@ def test_lengths_and_gaps_are_a_trace_s_scaled_to_the_wanted_means(tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_services")
 def test_both_services_answer_every_request_and_round_robin_moves_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

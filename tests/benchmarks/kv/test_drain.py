@@ -16,6 +16,7 @@ def test_gaps_overlap_their_period() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_services")
 def test_every_stream_moves_at_every_drain_and_keeps_its_answer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -114,6 +114,7 @@ def test_files_stay_whole_when_they_leave_the_page_cache(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_services")
 def test_every_service_answers_every_prompt_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = write_tiny_model(tmp_path / "tiny")
     words = ["--model", str(model), "--conversations", "3", "--token-scale", "0.004", "--tokens", "3"]

@@ -5,7 +5,7 @@ namespaces, with the descriptors of its output and of a socket for its pid and e
 commands.
 
 A forked `serve` or torchrun forks its children too. Its fronts find torch imported, which real ones hide; a front of `FrontProcess`
-comes from a process without torch. All other commands start a new interpreter: those of docs and of benchmarks.
+comes from a process without torch. All other commands start a new interpreter: those of docs, and benchmarks without `forked_services`.
 """
 
 import contextlib
