@@ -5,6 +5,7 @@ serves each request alone in one chunk.
 """
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ from tests.support.placement.placements import random_placement
 
 FAMILIES = (
     "qwen3_moe",
-    "deepseek_v3",
     "gpt_oss",
+    "deepseek_v3",
     "qwen3_next",
     *(
         pytest.param(family, marks=pytest.mark.slow)
@@ -33,11 +34,11 @@ FAMILIES = (
 )
 one_family_first = pytest.mark.parametrize(
     "served_alone",
-    ["qwen3_moe", *(pytest.param(family, marks=pytest.mark.slow) for family in ("deepseek_v3", "gpt_oss"))],
+    ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.slow)],
     indirect=True,
     scope="module",
 )
-"""For what lies below the model: the other families are in `make test-all`."""
+"""For what lies below the model. In `make test-all` also experts with biases."""
 Answers = dict[str, list[tuple[int, float]]]  # request id to (token, logprob) of every position
 
 
@@ -140,11 +141,10 @@ def served_alone(
     [
         {},
         {"max_num_batched_tokens": 16, "max_num_seqs": 4},
-        {"max_num_batched_tokens": 23, "max_num_seqs": 8},
         {"preempts": True},
-        pytest.param({"threads": 2}, marks=pytest.mark.slow),
+        pytest.param({"max_num_batched_tokens": 23, "max_num_seqs": 8, "threads": 2}, marks=pytest.mark.slow),
     ],
-    ids=["full batch", "chunks of 16", "chunks of 23", "preemption", "two threads"],
+    ids=["full batch", "chunks of 16", "preemption", "chunks of 23, two threads"],
 )
 def test_batch_chunks_prefix_hits_preemption_and_threads_change_no_bit(
     served_alone: tuple[Path, Answers], settings: dict[str, Any]
@@ -153,14 +153,27 @@ def test_batch_chunks_prefix_hits_preemption_and_threads_change_no_bit(
     assert answers_of(directory, False, 2, **settings) == alone
 
 
-@pytest.mark.crossed("served_alone", "backend", every=2)
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.paired("served_alone", "backend", of=2)
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
-def test_ranks_and_wires_change_no_bit(
-    served_alone: tuple[Path, Answers], world_size: int, backend: str, pool_of: PoolOf
+def test_two_ranks_and_wires_change_no_bit(
+    served_alone: tuple[Path, Answers], backend: str, pool_of: PoolOf
 ) -> None:
     directory, alone = served_alone
-    parts = pool_of(world_size).run(answers_on_rank, directory, 1, {"all2all_backend": backend})
+    parts = pool_of(2).run(answers_on_rank, directory, 1, {"all2all_backend": backend})
+    assert {key: value for part in parts for key, value in part.items()} == alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("served_alone", "backend"),
+    [("qwen3_moe", "gloo"), ("gpt_oss", "shm"), ("deepseek_v3", "shm"), ("qwen3_next", "gloo")],
+    indirect=["served_alone"],
+    scope="module",
+)
+def test_four_ranks_change_no_bit(served_alone: tuple[Path, Answers], backend: str, pool_of: PoolOf) -> None:
+    """tests/moe/test_parity.py has all families on four ranks."""
+    directory, alone = served_alone
+    parts = pool_of(4).run(answers_on_rank, directory, 1, {"all2all_backend": backend})
     assert {key: value for part in parts for key, value in part.items()} == alone
 
 
@@ -201,7 +214,7 @@ def test_copies_shares_and_empty_slots_change_no_bit(
 
 
 @pytest.mark.slow
-@one_family_first
+@pytest.mark.parametrize("served_alone", ["qwen3_moe"], indirect=True, scope="module")
 @pytest.mark.parametrize(("node_size", "backend"), [(2, "auto"), (2, "gloo"), (1, "gloo")])
 def test_node_limited_dispatch_changes_no_bit(
     served_alone: tuple[Path, Answers], node_size: int, backend: str, pool_of: PoolOf
@@ -233,44 +246,60 @@ def test_fp8_dispatch_gives_the_same_bits_on_any_ranks_and_close_answers(
         assert {key: value for part in parts for key, value in part.items()} == wanted
 
 
-@pytest.mark.crossed("served_alone", "settings", "kv_cache_dtype", every=3)
-@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
+@pytest.fixture(scope="module")
+def coded_alone() -> Callable[[Path, str], Answers]:
+    """Return `coded_alone(directory, kv_cache_dtype)`: every request served alone on one rank with a cache in 8 bits."""
+
+    @cache
+    def answers(directory: Path, kv_cache_dtype: str) -> Answers:
+        return answers_of(directory, True, 1, enable_prefix_caching=False, kv_cache_dtype=kv_cache_dtype)
+
+    return answers
+
+
+@pytest.mark.crossed("served_alone", "settings", every=4)
+@pytest.mark.paired("served_alone", "settings", of=2)
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "kv_cache_dtype"),
     [
-        {"max_num_batched_tokens": 16, "max_num_seqs": 4},
-        {"preempts": True},
-        pytest.param({"max_num_batched_tokens": 23, "max_num_seqs": 8, "threads": 2}, marks=pytest.mark.slow),
+        ({"max_num_batched_tokens": 16, "max_num_seqs": 4}, "fp8"),
+        ({"preempts": True}, "int8"),
+        pytest.param(
+            {"max_num_batched_tokens": 23, "max_num_seqs": 8, "threads": 2}, "fp8", marks=pytest.mark.slow
+        ),
     ],
-    ids=["chunks of 16", "preemption", "two threads"],
+    ids=["chunks of 16, fp8", "preemption, int8", "two threads, fp8"],
 )
 def test_a_cache_in_8_bits_gives_the_same_bits_in_any_batch_and_close_answers(
-    served_alone: tuple[Path, Answers], kv_cache_dtype: str, settings: dict[str, Any]
+    served_alone: tuple[Path, Answers],
+    coded_alone: Callable[[Path, str], Answers],
+    settings: dict[str, Any],
+    kv_cache_dtype: str,
 ) -> None:
     directory, plain = served_alone
-    coded = {"kv_cache_dtype": kv_cache_dtype}
-    wanted = answers_of(directory, True, 1, enable_prefix_caching=False, **coded)
+    wanted = coded_alone(directory, kv_cache_dtype)
     assert wanted != plain
     firsts = [
         abs(mine[0][1] - wanted[key][0][1]) for key, mine in plain.items() if mine[0][0] == wanted[key][0][0]
     ]
     assert 0 < max(firsts) < 0.5
-    assert answers_of(directory, False, 2, **settings, **coded) == wanted
+    assert answers_of(directory, False, 2, **settings, kv_cache_dtype=kv_cache_dtype) == wanted
 
 
 @pytest.mark.crossed("kv_cache_dtype", every=2)
 @one_family_first
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
 def test_a_cache_in_8_bits_gives_the_same_bits_on_two_ranks(
-    served_alone: tuple[Path, Answers], kv_cache_dtype: str, pool_of: PoolOf
+    served_alone: tuple[Path, Answers],
+    coded_alone: Callable[[Path, str], Answers],
+    kv_cache_dtype: str,
+    pool_of: PoolOf,
 ) -> None:
     directory, _ = served_alone
-    coded = {"kv_cache_dtype": kv_cache_dtype}
-    wanted = answers_of(directory, True, 1, enable_prefix_caching=False, **coded)
-    parts = pool_of(2).run(
-        answers_on_rank, directory, 1, {**coded, "max_num_batched_tokens": 40, "max_num_seqs": 8}
-    )
-    assert {key: value for part in parts for key, value in part.items()} == wanted
+    settings = {"kv_cache_dtype": kv_cache_dtype, "max_num_batched_tokens": 40, "max_num_seqs": 8}
+    parts = pool_of(2).run(answers_on_rank, directory, 1, settings)
+    found = {key: value for part in parts for key, value in part.items()}
+    assert found == coded_alone(directory, kv_cache_dtype)
 
 
 @pytest.mark.parametrize("served_alone", ["qwen3_moe"], indirect=True, scope="module")
