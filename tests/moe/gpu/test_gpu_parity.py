@@ -21,39 +21,23 @@ from tests.support.ranks import RankPool
 
 TOLERANCE = 1e-4
 LENGTHS = (19, 8)  # of the sequences; the first crosses a block's end while it decodes
-CONTROL = [[Part(sequence, 0, length) for sequence, length in enumerate(LENGTHS)]]  # one step: both prompts
+# Kinds of states; indexes that leave tokens out, layers that share an index, sinks. Below, and in test_adapted_path, test_gpu_images
+# and the day's parity (tests/benchmarks/gpu/test_whole_day.py) are mixtral, gpt_oss, deepseek_v3, deepseek_v32, llama4 and others.
 FAMILIES = (
     "qwen3_moe",
-    "mixtral",
-    "gpt_oss",
-    "deepseek_v3",
-)  # the last: biases, sinks, windows; latents, groups
-
-# Kinds of states; indexes that leave tokens out, layers that share an index, sinks.
-KEEPING_MORE = (
-    "qwen3_next",
     "kimi_linear",
     "nemotron_h",
     "jamba",
     "lfm2_moe",
     "minimax",
-    "deepseek_v32",
     "glm_moe_dsa",
     "hy_v4",
     "glm5_next",
-    "qwen3_5_moe",
-    "llama4",
     "gemma4",
     "muse_spark",
 )
 
-WIDE = {"hidden_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 2}
-QUANTISED: dict[str, tuple[str, dict[str, Any]]] = {
-    "mxfp4": ("gpt_oss", {}),
-    "fp8": ("qwen3_moe", {"block": (128, 128), **WIDE}),
-}
-
-
+WIDE: dict[str, Any] = {"hidden_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 2}
 # Second scales, zeros, two formats in one model.
 AS_PUBLISHED = ("compressed-tensors NVFP4", "AWQ", "compressed-tensors, int4 experts beside FP8")
 
@@ -62,7 +46,7 @@ class Found(NamedTuple):
     """Results of a rank, and statistics of the compilation if its layers were compiled."""
 
     logits: list[np.ndarray]
-    permuted_logits: list[np.ndarray]  # the control: every choice uses another expert
+    permuted_logits: np.ndarray  # the control: of the last sequence, if every choice uses another expert
     num_counted: int  # choices counted in the first run
     num_graphs: int = 0
     graph_breaks: tuple[str, ...] = ()
@@ -70,7 +54,7 @@ class Found(NamedTuple):
 
 
 def answer(directory: Path, sequences: list[list[int]], **settings: Any) -> Found:
-    """Run sequences in mixed steps, then in one step with wrong routing."""
+    """Run sequences in mixed steps, then the last one in one step with wrong routing."""
     built = build_interpreted(directory, **settings)
     logits = run_steps(built, sequences, mixed_steps(LENGTHS))
     counted = int(built.model.load_counts.table[..., : built.model.skeleton.num_experts].sum())
@@ -78,7 +62,8 @@ def answer(directory: Path, sequences: list[list[int]], **settings: Any) -> Foun
     for layer in layers:
         table_EC = layer._on_device._slot_EC
         table_EC.copy_(table_EC.roll(1, 0))
-    return Found(logits, run_steps(built, sequences, CONTROL), counted)
+    (permuted,) = run_steps(built, sequences[-1:], [[Part(0, 0, LENGTHS[-1])]])
+    return Found(logits, permuted, counted)
 
 
 def answer_compiled(directory: Path, sequences: list[list[int]], compiler: str) -> Found:
@@ -122,9 +107,9 @@ def check_oracle(
     found: Found = interpreter.run(run, directory, sequences, timeout_s=500.0)[0]
     with torch.inference_mode():
         wanted = [oracle(torch.tensor([each])).logits[0].numpy() for each in sequences]
-    for ours, wrong, theirs in zip(found.logits, found.permuted_logits, wanted, strict=True):
+    for ours, theirs in zip(found.logits, wanted, strict=True):
         assert np.abs(ours - theirs).max() < TOLERANCE
-        assert np.abs(wrong - theirs).max() > 100 * TOLERANCE, "the control did not fail"
+    assert np.abs(found.permuted_logits - wanted[-1]).max() > 100 * TOLERANCE, "the control did not fail"
     layers = sum("down_proj" in dict(module.named_parameters(recurse=False)) for module in oracle.modules())
     assert (
         found.num_counted
@@ -142,8 +127,10 @@ def answer_alone(directory: Path, sequences: list[list[int]], **settings: Any) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
-@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
+@pytest.mark.parametrize(
+    ("family", "kv_cache_dtype"),
+    [("qwen3_moe", "fp8"), ("gpt_oss", "int8"), ("deepseek_v3", "fp8"), ("deepseek_v3", "int8")],
+)
 def test_a_cache_in_8_bits_gives_the_logits_of_a_cpu_s(
     family: str, kv_cache_dtype: str, interpreter: RankPool, tmp_path: Path
 ) -> None:
@@ -164,7 +151,7 @@ def test_a_cache_in_8_bits_gives_the_logits_of_a_cpu_s(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", (*FAMILIES, *KEEPING_MORE))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_prompts_in_chunks_and_decodes_beside_them_give_transformers_logits(
     family: str, interpreter: RankPool, tmp_path: Path
 ) -> None:
@@ -180,17 +167,16 @@ def test_each_sequence_has_the_rotary_embeddings_of_its_own_length(
         "rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 12,
         "short_factor": [1.0 + index / 10 for index in range(8)], "long_factor": [2.0 + index / 2 for index in range(8)],
     }  # fmt: skip
-    oracle = make_model("mixtral", max_position_embeddings=128, rope_parameters=parameters)
+    oracle = make_model(
+        "mixtral", num_hidden_layers=2, max_position_embeddings=128, rope_parameters=parameters
+    )
     oracle.save_pretrained(tmp_path)
     check_oracle(oracle, tmp_path, interpreter)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "settings"), QUANTISED.values(), ids=QUANTISED)
-def test_quantised_experts_and_linear_layers_give_the_logits_of_what_they_stand_for(
-    family: str, settings: dict[str, Any], interpreter: RankPool, tmp_path: Path
-) -> None:
-    check_oracle(write_quantised(family, tmp_path, **settings), tmp_path, interpreter)
+def test_mxfp4_experts_give_the_logits_of_what_they_stand_for(interpreter: RankPool, tmp_path: Path) -> None:
+    check_oracle(write_quantised("gpt_oss", tmp_path, **SHALLOW["gpt_oss"]), tmp_path, interpreter)
 
 
 @pytest.mark.slow
@@ -221,7 +207,7 @@ MOST_GRAPHS = {"qwen3_moe": 4, "gpt_oss": 5, "mixtral": 4, "deepseek_v3": 8}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", list(MOST_GRAPHS))
+@pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3"])
 def test_compiled_layers_give_transformers_logits(family: str, interpreter: RankPool, tmp_path: Path) -> None:
     oracle = write_checkpoint(family, tmp_path, is_shallow=True)
     found = check_oracle(oracle, tmp_path, interpreter, "aot_eager")
@@ -233,12 +219,14 @@ def test_more_layers_take_no_more_graphs(interpreter: RankPool, tmp_path: Path) 
     oracle = make_model("qwen3_moe", num_hidden_layers=9)  # dynamo's own limit is 8
     oracle.save_pretrained(tmp_path)
     found = check_oracle(oracle, tmp_path, interpreter, "aot_eager")
-    assert found.num_graphs <= MOST_GRAPHS["qwen3_moe"]
+    assert 0 < found.num_graphs <= MOST_GRAPHS["qwen3_moe"]
 
 
 @pytest.mark.slow
-def test_fp8_layers_multiply_inside_compiled_ones(interpreter: RankPool, tmp_path: Path) -> None:
-    oracle = write_quantised("qwen3_moe", tmp_path, **QUANTISED["fp8"][1])
+def test_fp8_experts_and_linear_layers_multiply_inside_compiled_ones(
+    interpreter: RankPool, tmp_path: Path
+) -> None:
+    oracle = write_quantised("qwen3_moe", tmp_path, block=(128, 128), **WIDE)
     found = check_oracle(oracle, tmp_path, interpreter, "aot_eager")
     assert "wideep.device_linear" in found.operators
     assert found.num_graphs <= MOST_GRAPHS["qwen3_moe"]
@@ -246,7 +234,9 @@ def test_fp8_layers_multiply_inside_compiled_ones(interpreter: RankPool, tmp_pat
 
 @pytest.mark.slow
 def test_inductors_code_gives_transformers_logits(interpreter: RankPool, tmp_path: Path) -> None:
-    check_oracle(write_checkpoint("mixtral", tmp_path, is_shallow=True), tmp_path, interpreter, "inductor")
+    oracle = write_checkpoint("mixtral", tmp_path, is_shallow=True)
+    found = check_oracle(oracle, tmp_path, interpreter, "inductor")
+    assert 0 < found.num_graphs <= MOST_GRAPHS["mixtral"]
 
 
 def tokens_served(directory: Path, prompts: list[list[int]]) -> dict[str, list[int]]:
