@@ -110,7 +110,7 @@ def served_alone(
     return directory, answers_of(directory, True, 1, enable_prefix_caching=False)
 
 
-@pytest.mark.crossed("served_alone", "settings", every=2)
+@pytest.mark.paired("served_alone", "settings", of=2)
 @pytest.mark.parametrize("settings", SETTINGS, ids=["full batch", "preemption", "chunks of 23"])
 def test_drafts_change_no_bit(served_alone: tuple[Path, Answers], settings: dict[str, Any]) -> None:
     directory, alone = served_alone
@@ -119,7 +119,7 @@ def test_drafts_change_no_bit(served_alone: tuple[Path, Answers], settings: dict
     assert 50 < num_accepted < num_tried
 
 
-@pytest.mark.crossed("served_alone", "given", every=2)
+@pytest.mark.paired("served_alone", "given", of=2)
 @pytest.mark.parametrize("given", [NGRAM, SUFFIX])
 def test_drafts_from_texts_change_no_bit(served_alone: tuple[Path, Answers], given: str) -> None:
     directory, alone = served_alone
@@ -128,14 +128,21 @@ def test_drafts_from_texts_change_no_bit(served_alone: tuple[Path, Answers], giv
     assert num_tried > 20
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_drafts_on_several_ranks_change_no_bit(
-    served_alone: tuple[Path, Answers], world_size: int, pool_of: PoolOf
-) -> None:
-    directory, alone = served_alone
+def check_on_ranks(served: tuple[Path, Answers], pool_of: PoolOf, world_size: int) -> None:
+    directory, alone = served
     parts = pool_of(world_size).run(drafted, directory, alone, SUFFIX, 1)
     assert {key: value for answers, _ in parts for key, value in answers.items()} == alone
     assert all(num_accepted > 0 for _, (num_accepted, _) in parts)
+
+
+def test_drafts_on_two_ranks_change_no_bit(served_alone: tuple[Path, Answers], pool_of: PoolOf) -> None:
+    check_on_ranks(served_alone, pool_of, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("served_alone", ["qwen3_moe"], indirect=True, scope="module")
+def test_drafts_on_four_ranks_change_no_bit(served_alone: tuple[Path, Answers], pool_of: PoolOf) -> None:
+    check_on_ranks(served_alone, pool_of, 4)
 
 
 @pytest.mark.parametrize("served_alone", ["qwen3_moe"], indirect=True, scope="module")
@@ -199,15 +206,26 @@ def test_drafts_of_the_model_s_own_layers_change_no_bit(
     assert 50 < num_accepted < num_tried
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_drafts_of_own_layers_on_several_ranks_change_no_bit(
-    served_without_drafts: tuple[Path, Answers], world_size: int, pool_of: PoolOf
-) -> None:
-    """Ranks draft different numbers of tokens, or finish their requests while others draft."""
-    directory, alone = served_without_drafts
+def check_own_layers_on_ranks(served: tuple[Path, Answers], pool_of: PoolOf, world_size: int) -> None:
+    directory, alone = served
     parts = pool_of(world_size).run(drafted, directory, None, MTP, 1)
     assert {key: value for answers, _ in parts for key, value in answers.items()} == alone
     assert sum(num_accepted for _, (num_accepted, _) in parts) > 20
+
+
+def test_drafts_of_own_layers_on_two_ranks_change_no_bit(
+    served_without_drafts: tuple[Path, Answers], pool_of: PoolOf
+) -> None:
+    """Ranks draft different numbers of tokens, or finish their requests while others draft."""
+    check_own_layers_on_ranks(served_without_drafts, pool_of, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("served_without_drafts", ["deepseek_v3"], indirect=True, scope="module")
+def test_drafts_of_own_layers_on_four_ranks_change_no_bit(
+    served_without_drafts: tuple[Path, Answers], pool_of: PoolOf
+) -> None:
+    check_own_layers_on_ranks(served_without_drafts, pool_of, 4)
 
 
 def test_drafts_of_own_layers_survive_preemption(served_without_drafts: tuple[Path, Answers]) -> None:
