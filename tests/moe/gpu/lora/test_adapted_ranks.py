@@ -19,7 +19,7 @@ from tests.moe.lora.test_adapted_model import Case, make_case, place_all
 from tests.support.engines.moves import targets
 from tests.support.engines.serving import own_share, request, serve
 from tests.support.gpu.interpreted import needs_triton
-from tests.support.gpu.path import Part, build_interpreted, mixed_steps, run_steps
+from tests.support.gpu.path import Part, build_interpreted, run_steps
 from tests.support.models.adapters import merged
 from tests.support.models.families import VOCABULARY
 from tests.support.models.greedy import greedy
@@ -120,13 +120,10 @@ def test_the_adapter_travels_with_the_row(
 ) -> None:
     """The second step is dispatched in low-latency mode, if tokens are agreed on."""
     case = make_case(family, tmp_path, is_shallow=True)
-    steps = mixed_steps(LENGTHS) if settings else SHORT
-    check(
-        case,
-        interpreting_pair.run(
-            answer, case.directory, case.paths, steps, agreed_tokens, settings, timeout_s=500.0
-        ),
+    found = interpreting_pair.run(
+        answer, case.directory, case.paths, SHORT, agreed_tokens, settings, timeout_s=500.0
     )
+    check(case, found)
 
 
 def bits(directory: Path, paths: Sequence[Path], world_size: int) -> list[list[np.ndarray]]:
