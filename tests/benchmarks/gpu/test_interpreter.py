@@ -24,7 +24,8 @@ from tests.support.models.families import VOCABULARY, write_checkpoint
 from tests.support.ranks import RankPool
 
 MODULE = "triton.runtime.interpreter"
-PROMPTS_THEN_DECODES = [[Part(0, 0, 18), Part(1, 0, 7)], [Part(0, 18, 19), Part(1, 7, 8)]]
+LENGTHS = (9, 4)
+PROMPTS_THEN_DECODES = [[Part(0, 0, 8), Part(1, 0, 3)], [Part(0, 8, 9), Part(1, 3, 4)]]
 
 
 def counted(run: Callable[[], list[np.ndarray]]) -> tuple[list[np.ndarray], int]:
@@ -65,7 +66,7 @@ def decodes() -> list[np.ndarray]:
 def logits(directory: Path) -> list[np.ndarray]:
     """Return logits of two prompts and of two decodes of a whole model."""
     generator = np.random.default_rng(5)
-    sequences = [generator.integers(3, VOCABULARY, length).tolist() for length in (19, 8)]
+    sequences = [generator.integers(3, VOCABULARY, length).tolist() for length in LENGTHS]
     return run_steps(build_interpreted(directory), sequences, PROMPTS_THEN_DECODES)
 
 
