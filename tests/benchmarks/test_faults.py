@@ -200,8 +200,6 @@ def test_a_campaign_over_links_of_pools_on_two_nodes_loses_and_changes_nothing(c
         "cut a link to the front",
         "slow link to the front",
         "cut links of a pool",
-        "slow transfers",
-        "kill one",
     )
     words = ("--pools=prefill:2,decode:2", "--nodes=2", "--tiers", "--open=6", "--tokens=80")
     result = campaign(*words, f"--kinds={','.join(kinds)}")
@@ -210,6 +208,7 @@ def test_a_campaign_over_links_of_pools_on_two_nodes_loses_and_changes_nothing(c
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_services")
 def test_a_campaign_of_resizes_loses_changes_and_refuses_nothing(campaign: Campaign) -> None:
     words = ("--ranks=2", "--open=6", "--tokens=80", "--resizes=2")
     result = campaign(*words)
@@ -221,6 +220,7 @@ def test_a_campaign_of_resizes_loses_changes_and_refuses_nothing(campaign: Campa
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_services")
 def test_a_campaign_of_killed_fronts_loses_and_changes_nothing(campaign: Campaign) -> None:
     words = ("--ranks=2", "--fronts=2", "--open=8", "--tokens=150")
     result = campaign(*words, "--kinds=kill a front", "--random=3")
