@@ -125,8 +125,13 @@ class PoolsOfTorchruns(NamedTuple):
     def refusal(self, name: str, *flags: str, num_ranks: int = 1, model: str = "tiny") -> str:
         """Run a torchrun that joins until it ends, and return its output."""
         with self.adding(name, *flags, num_ranks=num_ranks, model=model) as node:
-            assert node.processes[0].wait(START_S) != 0
-            return node.output()
+            return output_of_refused(node)
+
+
+def output_of_refused(node: RealService) -> str:
+    """Wait until a torchrun ends with an error, and return its output."""
+    assert node.processes[0].wait(START_S) != 0
+    return node.output()
 
 
 def has_ended(node: RealService) -> bool:
@@ -218,14 +223,16 @@ def test_a_pool_that_does_not_fit_is_refused_in_one_sentence_and_disturbs_nothin
 ) -> None:
     before = running.pools()
     write_tiny_model(running.directory / "other", "deepseek_v3")
-    said = running.refusal("model", "--pool=third", "--role=decode", model="other")
-    assert said.count("the nodes have different checkpoints: ") >= 1
-    said = running.refusal("role", "--pool=first", "--role=decode")
-    assert "pool first has the role prefill, not decode; give that --role" in said
-    said = running.refusal("size", "--pool=first", "--role=prefill", num_ranks=2)
-    assert "pool first has 1 ranks, but this torchrun has 2" in said
-    said = running.refusal("name", "--pool=first", "--role=prefill")
-    assert "the service has a pool first (prefill, rank 0), and no node of it is away" in said
+    first = ("--pool=first", "--role=prefill")
+    with running.adding("name", *first, num_ranks=1) as same:  # it waits a minute for a node to go away
+        said = running.refusal("model", "--pool=third", "--role=decode", model="other")
+        assert said.count("the nodes have different checkpoints: ") >= 1
+        said = running.refusal("role", "--pool=first", "--role=decode")
+        assert "pool first has the role prefill, not decode; give that --role" in said
+        said = running.refusal("size", *first, num_ranks=2)
+        assert "pool first has 1 ranks, but this torchrun has 2" in said
+        said = output_of_refused(same)
+        assert "the service has a pool first (prefill, rank 0), and no node of it is away" in said
     assert running.pools() == before
     assert stream_all(running.here, prompt=TEXT) == expected
 
