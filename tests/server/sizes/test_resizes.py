@@ -182,13 +182,14 @@ def test_a_front_that_is_killed_during_a_resize_leaves_the_former_ranks(
     assert [each.said for each in stream_all(service.url, bodies())] == expected
 
 
-def test_a_front_and_engines_that_are_killed_afterwards_return_to_the_new_number(
+def test_a_front_and_an_engine_that_are_killed_afterwards_return_to_the_new_number(
     service: RealService,
 ) -> None:
+    """test_resizes_with_changes kills the engine of a new rank."""
     expected = [each.said for each in stream_all(service.url, bodies())]
     assert scale(service, 3).status_code == 200
     check_serves(service, 3)
-    for victim in (lambda: service.find("front"), lambda: service.engines()[0], lambda: service.engines()[2]):
+    for victim in (lambda: service.find("front"), lambda: service.engines()[0]):
         pid = victim()
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda pid=pid: not Path(f"/proc/{pid}").exists(), service.output)  # type: ignore[misc]
@@ -209,14 +210,14 @@ def test_an_abort_leaves_two_and_the_next_resize_completes(service: RealService)
         check_serves(service, 2)
         assert scale(service, 3).status_code == 200
         check_serves(service, 3)
-        assert scale(service, 1).status_code == 200
-        check_serves(service, 1)
         assert scale(service, 2).status_code == 200
         check_serves(service, 2)
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "deepseek_v32"])
-def test_recurrent_and_sparse_models_grow_and_shrink(family: str, tmp_path: Path) -> None:
+def test_recurrent_and_sparse_models_grow_and_shrink_and_stop_without_a_process_left(
+    family: str, tmp_path: Path
+) -> None:
     model = write_tiny_model(tmp_path / "tiny", family)
     with RealService.serve(model, tmp_path / "output.txt", "-dp=1") as service:
         service.wait_ready()
@@ -224,12 +225,6 @@ def test_recurrent_and_sparse_models_grow_and_shrink(family: str, tmp_path: Path
             for size in (3, 2):
                 assert scale(service, size).status_code == 200, service.output()
                 check_serves(service, size)
-
-
-def test_a_grown_service_stops_and_leaves_no_process(model: Path, tmp_path: Path) -> None:
-    with RealService.serve(model, tmp_path / "output.txt", "-dp=1") as service:
-        service.wait_ready()
-        assert scale(service, 2).status_code == 200
         below = service.descendants()
         service.processes[0].terminate()
         assert service.wait_ended() == [0], service.output()
