@@ -21,7 +21,7 @@ from moe.demo_model.source import GGUF_SHA256, WHEEL_NAME, extract
 
 pytestmark = pytest.mark.slow
 
-HELD_OUT_MODULES = ("string", "calendar", "difflib", "zipfile", "tokenize", "argparse")
+HELD_OUT_MODULES = ("calendar", "difflib", "argparse")
 PROSE = """The river had risen in the night, and by morning the lower meadow was a lake. My grandmother stood at the
 window with her tea and counted the sheep on the hill, as she did every spring, and said that the water would be
 gone before the week was over. She had seen it higher. When she was a girl the bridge itself had been carried off,
@@ -49,8 +49,13 @@ class Made:
 
     def __init__(self, folder: Path, dense: PreTrainedModel) -> None:
         self.folder, self.dense = folder, dense
-        self.moe: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.moe: PreTrainedModel
+        self.moe, self.loading = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, output_loading_info=True
+        )
+        self.moe.eval()
         self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
+        self._shares: dict[str, list[Tensor]] = {}  # by text
 
     def ids(self, text: str) -> Tensor:
         return torch.tensor([self.tokenizer(text).input_ids[:512]])
@@ -67,6 +72,8 @@ class Made:
 
     def expert_shares(self, text: str) -> list[Tensor]:
         """Return each expert's share of the choices, per MoE layer: [experts]."""
+        if text in self._shares:
+            return self._shares[text]
         shares: list[Tensor] = []
 
         def record(_: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -78,15 +85,18 @@ class Made:
             self.moe.model(self.ids(text))
         for hook in hooks:
             hook.remove()
+        self._shares[text] = shares
         return shares
 
 
-def ensure_with_known_wheel(root: Path) -> Path:
-    """Make the model. Share the wheel with this machine's cache if it has one."""
-    wheel = demo_model_path().parent / "downloads" / WHEEL_NAME
-    if wheel.exists():
-        (root / "downloads").mkdir(parents=True)
-        (root / "downloads" / WHEEL_NAME).symlink_to(wheel)
+def ensure_with_known_wheel(root: Path, *known: Path) -> Path:
+    """Make the model. Share the wheel with this machine's cache, or with another cache in `known`, if one has it."""
+    for cache in (demo_model_path().parent, *known):
+        wheel = cache / "downloads" / WHEEL_NAME
+        if wheel.exists():
+            (root / "downloads").mkdir(parents=True)
+            (root / "downloads" / WHEEL_NAME).symlink_to(wheel)
+            break
     return ensure_demo_model(root, report=lambda stage, fraction: None)
 
 
@@ -154,8 +164,7 @@ def test_all_experts_of_a_layer_are_distinct(made: Made) -> None:
 
 
 def test_every_weight_is_found_and_none_is_left_over(made: Made) -> None:
-    _, loading = AutoModelForCausalLM.from_pretrained(made.folder, output_loading_info=True)
-    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert not any(made.loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
 
 
 def test_the_folder_says_where_it_comes_from(folder: Path) -> None:
@@ -165,7 +174,7 @@ def test_the_folder_says_where_it_comes_from(folder: Path) -> None:
 
 def test_two_builds_give_equal_bytes(folder: Path, tmp_path: Path) -> None:
     made_before = demo_model_path()  # in this machine's cache, perhaps by an earlier commit
-    again = made_before if made_before.is_dir() else ensure_with_known_wheel(tmp_path)
+    again = made_before if made_before.is_dir() else ensure_with_known_wheel(tmp_path, folder.parent)
     assert sorted(os.listdir(again)) == sorted(os.listdir(folder))
     for path in folder.iterdir():
         assert sha256(path.read_bytes()).digest() == sha256((again / path.name).read_bytes()).digest(), (
