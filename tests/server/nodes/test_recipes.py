@@ -35,6 +35,7 @@ SMALL_TIER = "--kv-offloading-size 64M"  # through which pools hand requests ove
 SAID_S = 30.0  # includes the time that a loaded machine needs to start Python
 LEFT_S = 60.0  # for the other nodes to detect the loss of a node
 STOPPED_S = 60.0
+DRAIN = {"DRAIN_SECONDS": "1"}  # a node that leaves serves for as long, and for 3 s
 NUM_OPEN, LONG_ANSWER = 4, 200  # requests, and tokens of each
 
 SRUN = """\
@@ -89,7 +90,7 @@ class Machines:
 
     def command(self, at: int, node: NodeCommand) -> list[str]:
         """Return a recipe's command line on a node, with secrets at the paths where the recipe's program would mount them."""
-        environment = {name: value for name, value in node.environment.items() if name != "HOME"}
+        environment = {name: value for name, value in node.environment.items() if name != "HOME"} | DRAIN
         if "CLUSTER_KEY_SECRET" in environment:
             environment["CLUSTER_KEY_SECRET"] = str(self.directory / "cluster.key")
         path = f"PATH={self.directory}/bin:{os.environ['PATH']}"
@@ -193,6 +194,7 @@ def job(machines: Machines, **variables: str) -> list[str]:
         "SLURM_JOB_NUM_NODES": str(len(machines.namespaces)),
         "NODES_OF_THE_TEST": " ".join(wrapped),
         "PATH": f"{machines.directory}/bin:{os.environ['PATH']}",
+        **DRAIN,
         **variables,
     }
     return ["env", *(f"{name}={value}" for name, value in said.items()), "bash", str(SBATCH), *FLAGS.split()]
@@ -208,13 +210,10 @@ def stop(service: RealService) -> None:
     assert all(has_ended(pid, STOPPED_S) for pid in left), service.output()
 
 
-@pytest.mark.parametrize(
-    ("recipe", "namespaces"), [(by_kubernetes, 3), (by_systemd, 2)], indirect=["namespaces"]
-)
-def test_nodes_start_in_any_order_and_serve_together_and_end_on_sigterm(
-    machines: Machines, recipe: Callable[[Machines], list[NodeCommand]]
-) -> None:
-    nodes = recipe(machines)
+@pytest.mark.parametrize("namespaces", [3], indirect=True)
+def test_nodes_start_in_any_order_and_serve_together_and_end_on_sigterm(machines: Machines) -> None:
+    """Those of Kubernetes. The tests below start those of Compose, systemd and Slurm."""
+    nodes = by_kubernetes(machines)
     with machines.run([machines.command(at, node) for at, node in enumerate(nodes)]) as service:
         machines.wait_for(list(range(len(nodes))), service)
         assert len(set(machines.answers())) == 1
@@ -264,18 +263,26 @@ def roles(machines: Machines) -> dict[str, str]:
     return {each["name"]: each["role"] for each in json.loads(answer)["pools"]} if answer else {}
 
 
-@pytest.mark.parametrize(
-    ("recipe", "namespaces"),
-    [(by_compose_with_pools, 2), (by_kubernetes_with_pools, 3)],
-    indirect=["namespaces"],
-)
-def test_nodes_with_roles_are_pools_that_start_in_any_order_leave_and_come_back(
-    machines: Machines, recipe: Callable[[Machines], list[NodeCommand]]
-) -> None:
-    commands = [machines.command(at, node) for at, node in enumerate(recipe(machines))]
-    *stay, leaves = commands
-    every = list(range(len(commands)))
-    named = {f"{role}-{at}": role for at, role in enumerate(["prefill", "decode", "decode"][: len(every)])}
+def check_pools_of_two_nodes(machines: Machines, service: RealService) -> None:
+    """Wait for the pools of a node for prompts and of one for answers, and end them."""
+    wait_until(lambda: members(machines.namespaces[0], URL) == [0, 1], service.output, within_s=START_S)
+    assert roles(machines) == {"prefill-0": "prefill", "decode-1": "decode"}
+    assert len(set(machines.answers())) == 1
+    stop(service)
+
+
+def test_nodes_of_compose_with_roles_serve_with_a_pool_on_each_node(machines: Machines) -> None:
+    commands = [machines.command(at, node) for at, node in enumerate(by_compose_with_pools(machines))]
+    with machines.run(commands) as service:
+        check_pools_of_two_nodes(machines, service)
+
+
+@pytest.mark.parametrize("namespaces", [3], indirect=True)
+def test_nodes_with_roles_are_pools_that_start_in_any_order_leave_and_come_back(machines: Machines) -> None:
+    nodes = by_kubernetes_with_pools(machines)
+    *stay, leaves = [machines.command(at, node) for at, node in enumerate(nodes)]
+    every = list(range(len(nodes)))
+    named = {"prefill-0": "prefill", "decode-1": "decode", "decode-2": "decode"}
     with machines.run(stay, "head") as head:
         with machines.run([leaves], "other") as other:
             wait_until(
@@ -328,19 +335,16 @@ def test_the_head_names_those_who_are_here_while_others_are_missing(machines: Ma
         stop(service)
 
 
-@pytest.mark.parametrize("wrong", [[0, 1], [1]], ids=["on all nodes", "on one node"])
-def test_a_wrong_interface_is_named_and_ends_its_node_s_start(machines: Machines, wrong: list[int]) -> None:
-    right, others = by_compose(machines), by_compose(machines, IFNAME="eth7")
-    nodes = [others[at] if at in wrong else right[at] for at in (0, 1)]
-    commands = [machines.command(at, node) for at, node in enumerate(nodes)]
+def test_a_wrong_interface_is_named_and_ends_the_start_of_all_nodes(machines: Machines) -> None:
+    """test_nodes has one on one node."""
+    commands = [machines.command(at, node) for at, node in enumerate(by_compose(machines, IFNAME="eth7"))]
     with contextlib.ExitStack() as running:
         services = [
             running.enter_context(machines.run([command], f"node{at}")) for at, command in enumerate(commands)
         ]
-        for at in wrong:
-            assert services[at].processes[0].wait(START_S) != 0
-            assert "GLOO_SOCKET_IFNAME is 'eth7', but there is no such interface" in services[at].output()
         for service in services:
+            assert service.processes[0].wait(START_S) != 0
+            assert "GLOO_SOCKET_IFNAME is 'eth7', but there is no such interface" in service.output()
             stop(service)
 
 
@@ -365,10 +369,7 @@ def test_a_job_of_slurm_serves_on_its_nodes_and_a_second_job_brings_a_lost_one_b
 
 def test_a_job_of_slurm_with_roles_serves_with_a_pool_on_each_node(machines: Machines) -> None:
     with machines.run([[*job(machines, ROLES="prefill decode"), *SMALL_TIER.split()]]) as service:
-        wait_until(lambda: members(machines.namespaces[0], URL) == [0, 1], service.output, within_s=START_S)
-        assert roles(machines) == {"prefill-0": "prefill", "decode-1": "decode"}
-        assert len(set(machines.answers())) == 1
-        stop(service)
+        check_pools_of_two_nodes(machines, service)
 
 
 def _processes_on(machines: Machines, at: int, service: RealService) -> list[int]:
