@@ -1,4 +1,4 @@
-"""A trainer updates a service five times under load, while experts move: every answer is that of a fresh engine with the same weights."""
+"""A trainer updates a service ten times under load, while experts move: every answer is that of a fresh engine with the same weights."""
 
 import threading
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from tests.support.service.real_service import RealService, write_tiny_model
 
 pytestmark = pytest.mark.slow
 
-NUM_UPDATES, NUM_TOKENS, VOCABULARY = 5, 24, 320
+NUM_UPDATES, NUM_TOKENS, VOCABULARY = 10, 24, 320
 WAYS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.9, "seed": 7},
@@ -133,7 +133,7 @@ def fresh_answers(directory: Path, version: str) -> list[tuple[list[int], list[f
     return [(served.token_ids[key], logprobs[key], version) for key in map(str, range(len(WAYS)))]
 
 
-def test_five_updates_of_a_training_loop(tmp_path: Path) -> None:
+def test_ten_updates_of_a_training_loop(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "tiny")
     trainer = Trainer()
     eplb = '--eplb-config={"num_redundant_experts": 2}'

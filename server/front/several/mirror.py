@@ -1,9 +1,10 @@
 """The board of one node, copied to the others: what its fronts have written, and what other nodes' fronts have.
 
 Every node has a board with the rows of all fronts (`board`). The first front of a node sends the changes of its node's rows to
-the first front of each other node, several times while a token is computed. With them travel the small files
-that fronts share: the state that the leading front publishes, the needs of adapters, and the figures of speed. Routing, limits and
-decisions then see the requests of all nodes, late by one interval. The tables of prefixes and sessions travel less often.
+the first front of each other node, 50 times per second. With them travel the small files that fronts share: the state that the
+leading front publishes, the needs of adapters, and the figures of speed. Routing, limits and decisions then see the requests of
+all nodes, late by one interval. The tables of prefixes and sessions, and the counts of connections by address, travel 4 times per
+second.
 
 The order of a change keeps the promises of `adapter_needs` and `leading`: a front that has applied a state (`Cell.APPLIED`) has
 written everything else before, so a copy of this cell is read first and written last. A file is written before the number that
