@@ -144,10 +144,8 @@ def test_the_fronts_of_all_nodes_are_announced_together_those_of_the_leading_one
     _store, endpoint = hosted()
     jobs = [JobStore(place(endpoint, rank), {}, None) for rank in range(3)]
     bound = [{**BOUND, "ranks_address": f"n{node}:1", "others": f"n{node}:2"} for node in range(3)]
-    with ThreadPoolExecutor(1) as threads:
-        gathered = threads.submit(jobs[0].gather_fronts, bound[0], jobs[0].open(), 3)
-        nodes = {jobs[each].publish_further(bound[each], jobs[each].open()): each for each in (2, 1)}
-        announced = gathered.result(WAIT_S)
+    nodes = {jobs[each].publish_further(bound[each], jobs[each].open()): each for each in (2, 1)}
+    announced = jobs[0].gather_fronts(bound[0], jobs[0].open(), 3)
     assert sorted(nodes) == [1, 2] and announced["token"] == bound[0]["token"]
     expected = [f"n{each}:{port}" for each in (0, nodes[1], nodes[2]) for port in (1, 2)]
     found = map_of(announced, 2)
