@@ -241,9 +241,9 @@ class Ranks:
         """Have this many ranks from now on."""
         self.num_ranks = num_ranks
 
-    async def close(self) -> None:
-        """Close all streams and the port."""
-        await self._server.stop(0)
+    async def close(self, grace_s: float = 0.0) -> None:
+        """Close all streams and the port. Streams that are ending have `grace_s`."""
+        await self._server.stop(grace_s)
 
     def submit(self, rank: int, request: Request, *, now_s: float) -> None:
         """Send a request to a rank. A rank of this host reads the rows of images from their files.

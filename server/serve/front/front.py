@@ -60,6 +60,7 @@ _REPLACED = (
     "address"
 )
 _FOLLOW_S, _POLL_S = 10.0, 0.02  # for the other fronts to follow a claim
+_STREAMS_END_S = 0.2  # for streams to fronts of other nodes to end; gRPC logs an error for each that is cut
 _STOP_TIMEOUT_S = 1.2  # for ranks to stop; the supervisor kills them after STOP_GRACE_S
 
 
@@ -174,9 +175,11 @@ class Front:
         await self._close(serving)
         if self._fatal is None:
             await self._wait_for_ranks()
+        grace_s = 0.0
         if self._other_nodes is not None:
             await self._other_nodes.close()
-        await self._ranks.close()
+            grace_s = _STREAMS_END_S
+        await self._ranks.close(grace_s)
         if self._files is not None:
             self._files.close()
         return self._fatal

@@ -57,6 +57,7 @@ class OtherNodes:
         self._lost: set[int] = set()  # nodes
         self._outboxes: dict[int, asyncio.Queue[BoardChange]] = {}  # of open streams, by node
         self._tasks: list[asyncio.Task[None]] = []
+        self._serving: set[asyncio.Task[None]] = set()  # streams that others have opened
         self._relays: list[asyncio.Server] = []
         self.on_lost: Callable[[int], None] = lambda _node: None
         self.on_back: Callable[[int], None] = lambda _node: None
@@ -98,12 +99,24 @@ class OtherNodes:
         """End all streams."""
         for relay in self._relays:
             relay.close()
-        for task in self._tasks:
+        tasks = [*self._tasks, *self._serving]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def serve(self, stream: PeerStream[MirrorOf | Tunnel]) -> None:
-        """Serve a stream that a front of another node has opened, until it ends."""
+        """Serve a stream that a front of another node has opened, until it or this front ends."""
+        serving = asyncio.create_task(self._serve(stream))
+        self._serving.add(serving)
+        try:
+            await asyncio.wait([serving])  # not cancelled by `close`, so gRPC ends the stream in order
+        finally:
+            self._serving.discard(serving)
+            serving.cancel()
+        if not serving.cancelled():
+            serving.result()
+
+    async def _serve(self, stream: PeerStream[MirrorOf | Tunnel]) -> None:
         if isinstance(stream.first, Tunnel):
             await self._serve_tunnel(stream)
             return
