@@ -100,10 +100,13 @@ class Owners:
         return None if key is None else self._named_by(key_of(scope) + b"\n" + key.strip())
 
     def _named_by(self, text: bytes) -> int:
-        """Return the front that a text names. In place of a lost one, the text names one of the others."""
+        """Return the front that a text names. In place of a lost one, the text names one of the others.
+
+        This front has its own answers, even if the leading one does not know yet that it is back.
+        """
         digest = zlib.crc32(text)
         named = digest % self._num_fronts
-        if named not in self.lost:
+        if named == self.number or named not in self.lost:
             return named
         others = [number for number in range(self._num_fronts) if number not in self.lost]
         return others[digest % len(others)]
