@@ -11,18 +11,9 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from server.link.messages import (
-    DEFINITION,
-    DEFINITION_KEY,
-    METHOD,
-    OPTIONS,
-    SERVICE,
-    TOKEN_KEY,
-    bearer,
-    decode,
-    encode,
-)
-from server.link.seal import NONCE_KEY, SAME_KEY, Seal, SealError, make_nonce
+from server.link.messages import METHOD, OPTIONS, SERVICE, decode, encode
+from server.link.rank_link import Handshake
+from server.link.seal import NONCE_KEY, SAME_KEY, Seal, SealError
 
 # What gRPC raises on a stream that breaks, and on one that is known to have ended.
 _BROKEN = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError)
@@ -76,17 +67,14 @@ async def stream_to(
         PeerLostError: The other front does not answer.
     """
     async with grpc.aio.insecure_channel(address, options=OPTIONS) as channel:
-        own_nonce, nonce = make_nonce(), ""
-        metadata = [(TOKEN_KEY, bearer(token)), (DEFINITION_KEY, DEFINITION)]
-        if cluster_key is not None:
-            metadata.append((NONCE_KEY, own_nonce))
-        call = channel.stream_stream(f"/{SERVICE}/{METHOD}")(metadata=tuple(metadata))
+        handshake, nonce = Handshake(cluster_key), ""
+        call = channel.stream_stream(f"/{SERVICE}/{METHOD}")(metadata=handshake.metadata(token))
         try:
             if cluster_key is not None:  # the other end sends its nonce first
                 nonce = str(dict(await call.initial_metadata() or ()).get(NONCE_KEY, ""))
                 if not nonce:
                     raise PeerLostError(f"the program that answers there has no cluster key; {SAME_KEY}")
-            peer = FrontPeer(call, Seal(cluster_key, is_front=False, rank_nonce=own_nonce, front_nonce=nonce))
+            peer = FrontPeer(call, handshake.seal_with(nonce))
             await peer.send(first)
             yield peer
         except _BROKEN as error:

@@ -295,6 +295,10 @@ class Handshake:
         said = ((TOKEN_KEY, bearer(token)), (DEFINITION_KEY, DEFINITION))
         return said if self._key is None else (*said, (NONCE_KEY, self._nonce))
 
+    def seal_with(self, front_nonce: str) -> Seal:
+        """Return this end of the stream, with the nonce that the front has sent."""
+        return Seal(self._key, is_front=False, rank_nonce=self._nonce, front_nonce=front_nonce)
+
     def seal(self, messages: Iterator[object]) -> Iterator[bytes]:
         """Yield the messages for gRPC. Its thread blocks here until `open` was called."""
         seal = self._seal.result()
@@ -314,7 +318,7 @@ class Handshake:
             if self._key is not None:
                 nonce = str(dict(call.initial_metadata() or ()).get(NONCE_KEY, ""))
             is_refused = self._key is not None and not nonce
-            seal = Seal(self._key, is_front=False, rank_nonce=self._nonce, front_nonce=nonce)
+            seal = self.seal_with(nonce)
             self._seal.set_result(None if is_refused else seal)
         finally:
             if not self._seal.done():

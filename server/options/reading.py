@@ -337,27 +337,30 @@ def _check_together(options: Options, environment: Mapping[str, str]) -> None:
 
 
 def _check_standby(options: Options) -> None:
-    if options.standby is None:
-        return
-    for flag, is_given in (
-        ("--uds", options.uds is not None),
-        ("--pool", options.has_own_pool),
-        ("--port 0", options.port == 0),
-    ):
-        if is_given:
-            raise OptionsError(f"--standby does not work with {flag}; leave one of the two out")
+    if options.standby is not None:
+        _check_without(
+            "--standby",
+            {"--uds": options.uds is not None, "--pool": options.has_own_pool, "--port 0": options.port == 0},
+        )
 
 
 def _check_fronts(options: Options) -> None:
-    if options.fronts != PER_NODE:
-        return
-    for flag, is_given in (
-        ("--standby, which takes over the fronts of one node", options.standby is not None),
-        ("--pool, because torchruns that join have no fronts", options.has_own_pool),
-        ("--port 0, because clients must know the port of every node", options.port == 0),
-    ):
+    if options.fronts == PER_NODE:
+        _check_without(
+            f"--fronts {PER_NODE}",
+            {
+                "--standby, which takes over the fronts of one node": options.standby is not None,
+                "--pool, because torchruns that join have no fronts": options.has_own_pool,
+                "--port 0, because clients must know the port of every node": options.port == 0,
+            },
+        )
+
+
+def _check_without(flag: str, others: Mapping[str, bool]) -> None:
+    """Check that none of the other flags is given."""
+    for other, is_given in others.items():
         if is_given:
-            raise OptionsError(f"--fronts {PER_NODE} does not work with {flag}; leave one of the two out")
+            raise OptionsError(f"{flag} does not work with {other}; leave one of the two out")
 
 
 def _check_tiers(engine: EngineSettings) -> None:

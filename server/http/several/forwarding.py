@@ -71,7 +71,7 @@ class Owners:
         """Return an id for a response that this front stores."""
         while True:
             response_id = f"resp_{uuid.uuid4().hex}"
-            if zlib.crc32(response_id.encode()) % self._num_fronts == self.number:
+            if self._first_named_by(response_id.encode()) == self.number:
                 return response_id
 
     def owner_of(self, scope: Scope, body: bytes) -> int | None:
@@ -104,12 +104,15 @@ class Owners:
 
         This front has its own answers, even if the leading one does not know yet that it is back.
         """
-        digest = zlib.crc32(text)
-        named = digest % self._num_fronts
+        named = self._first_named_by(text)
         if named == self.number or named not in self.lost:
             return named
         others = [number for number in range(self._num_fronts) if number not in self.lost]
-        return others[digest % len(others)]
+        return others[zlib.crc32(text) % len(others)]
+
+    def _first_named_by(self, text: bytes) -> int:
+        """Return the front that a text names if none is lost."""
+        return zlib.crc32(text) % self._num_fronts
 
 
 def _previous_of(body: bytes) -> str | None:

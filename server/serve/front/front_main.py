@@ -58,7 +58,7 @@ LOCAL_HOST = "127.0.0.1"
 # The interval after which a planning thread yields to the event loop. CPython's default, 5 ms, is worth many tokens.
 SWITCH_S = 0.5e-3
 _BACKLOG = 2048
-_LOOK_S = 0.05
+_LOOK_S = 0.05  # between two looks for the map of all fronts
 
 
 def run_front(

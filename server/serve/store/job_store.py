@@ -25,7 +25,7 @@ from server.serve.store.signed_store import SignedStore
 FRONT_KEY, STANDBY_KEY = "front", "standby"  # entries with the fronts' addresses
 _FURTHER_KEY, _NUM_FURTHER_KEY = "fronts/", "num_fronts"  # entries with the fronts of nodes that do not lead
 _RING_S = 1.0  # for a ring to find the store
-STANDBY_TIMEOUT_S = 120.0  # for the fronts on another node to bind their ports
+FRONTS_TIMEOUT_S = 120.0  # for the fronts on another node to bind their ports
 
 
 class _MovingDoorbell(StoreDoorbell):
@@ -95,11 +95,11 @@ class JobStore:
         """
         keys = [f"{_FURTHER_KEY}{node}" for node in range(1, num_nodes)]
         try:
-            store.wait(keys, timedelta(seconds=STANDBY_TIMEOUT_S))
+            store.wait(keys, timedelta(seconds=FRONTS_TIMEOUT_S))
         except dist.DistStoreError as error:
             missing = sum(not store.check([key]) for key in keys)
             raise NodeFrontsError(
-                f"--fronts is {PER_NODE}, but {missing} of {num_nodes} nodes started no front within {STANDBY_TIMEOUT_S:g} s; use "
+                f"--fronts is {PER_NODE}, but {missing} of {num_nodes} nodes started no front within {FRONTS_TIMEOUT_S:g} s; use "
                 "the same flags on all nodes"
             ) from error
         nodes = [front, *(json.loads(store.get(key)) for key in keys)]
@@ -153,11 +153,11 @@ class JobStore:
             return None
         if is_start:
             try:
-                store.wait([STANDBY_KEY], timedelta(seconds=STANDBY_TIMEOUT_S))
+                store.wait([STANDBY_KEY], timedelta(seconds=FRONTS_TIMEOUT_S))
             except dist.DistStoreError as error:
                 raise NoStandbyError(
                     f"--standby is {self.standby}, but no node of the service with that address started a front within "
-                    f"{STANDBY_TIMEOUT_S:g} s; name an address of another node than the endpoint's, and use the same flags on "
+                    f"{FRONTS_TIMEOUT_S:g} s; name an address of another node than the endpoint's, and use the same flags on "
                     "all nodes"
                 ) from error
         elif not store.check([STANDBY_KEY]):

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -20,18 +19,12 @@ from tests.server.nodes.test_nodes import (
     torchruns,
     worker,
 )
-from tests.support.service.namespaces import ask, made_namespaces, set_link, threads_inside
+from tests.support.service.namespaces import ask, set_link, threads_inside
 from tests.support.service.real_service import START_S, RealService, write_tiny_model
 from tests.support.service.service_processes import wait_until
 
 URLS = [f"http://10.213.7.{node + 1}:{HTTP_PORT}" for node in (OTHER_NODE, ENDPOINT_NODE)]
 HERE, THERE = URLS[ENDPOINT_NODE], URLS[OTHER_NODE]
-
-
-@pytest.fixture
-def namespaces() -> Iterator[list[str]]:
-    with made_namespaces(2) as names:
-        yield names
 
 
 def start(namespaces: list[str], directory: Path, *flags: str) -> RealService:

@@ -155,7 +155,7 @@ def test_the_fronts_of_all_nodes_are_announced_together_those_of_the_leading_one
 def test_a_node_without_fronts_or_with_another_number_ends_the_start_with_a_message(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(job_store, "STANDBY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(job_store, "FRONTS_TIMEOUT_S", 0.05)
     _store, endpoint = hosted()
     jobs = JobStore(place(endpoint), {}, None)
     with pytest.raises(NodeFrontsError, match="1 of 2 nodes started no front within"):
@@ -192,7 +192,7 @@ def test_an_engine_that_starts_later_uses_the_store_that_has_a_front() -> None:
 
 
 def test_an_address_of_no_node_ends_the_start_with_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job_store, "STANDBY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(job_store, "FRONTS_TIMEOUT_S", 0.05)
     _first, endpoint = hosted()
     jobs = JobStore(place(endpoint), {}, None, standby="10.0.0.9:29401", recovery_s=WAIT_S)
     with pytest.raises(NoStandbyError, match=r"--standby is 10\.0\.0\.9:29401, but no node of the service"):
