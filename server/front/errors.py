@@ -63,6 +63,10 @@ class ApiError(Exception):
         return {"type": "error", "error": {"type": kind, "message": self.message}}
 
 
+class CutOffError(ApiError):
+    """A request of a front that does not hear of the leading one any more. Others may continue a background response."""
+
+
 def shorten(text: str, most_chars: int) -> str:
     """Return a text without its middle if it is too long; the beginning has the cause, the end the advice."""
     if len(text) <= most_chars:

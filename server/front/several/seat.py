@@ -13,6 +13,11 @@ from server.front.several.front_map import FrontMap
 FOLDER = "fronts"  # in the folder that outlives a front
 
 
+def folder_of(name: str, number: int) -> str:
+    """Return the name of a folder in which a front keeps what its replacement needs."""
+    return f"{name}-{number}" if number else name
+
+
 class Seat(NamedTuple):
     """One of several fronts."""
 

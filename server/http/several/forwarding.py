@@ -3,7 +3,8 @@
 The kernel gives each connection to any front. Most requests can be answered by every front. The others belong to one:
 
 - files, batches, operators' requests and the figures of the whole service: to the front that leads;
-- a stored or background response, and one that continues it: to the front that created it, which its id names;
+- a stored or background response, and one that continues it: to the front that created it, which its id names. If the node of
+  that front is or was lost, to the leading front, which runs its background responses again;
 - a request with an `Idempotency-Key`: to the front that the key names, so that a retry finds the answer.
 
 A request for a front that is being restarted waits for it. If a front is killed while it answers, the connection to the client is cut.
@@ -57,6 +58,7 @@ _NOT_PASSED_ON = (
     b"x-request-id",
     b"x-forwarded-for",
 )
+PASSED_ON = "wideep.passed_on"  # in the scope of requests that come from other fronts
 _NOT_PASSED_BACK = (b"connection", b"date", b"transfer-encoding", b"x-request-id")
 
 
@@ -66,6 +68,8 @@ class Owners:
     def __init__(self, number: int, num_fronts: int) -> None:
         self.number, self._num_fronts = number, num_fronts
         self.lost: Collection[int] = ()  # fronts of nodes that do not answer
+        # Whether this front has a response that its id names; if not, the leading one may have it.
+        self.has_response: Callable[[str], bool] = lambda _: True
 
     def new_response_id(self) -> str:
         """Return an id for a response that this front stores."""
@@ -76,28 +80,34 @@ class Owners:
 
     def owner_of(self, scope: Scope, body: bytes) -> int | None:
         """Return the number of another front that must answer, or None if this one can."""
-        owner = self._owner_of(scope, route_path(scope), body)
+        path = route_path(scope)
+        response_id = _response_of(path, body)
+        if response_id is not None:
+            owner = self._owner_of_response(response_id, is_passed_on=PASSED_ON in scope)
+        elif PASSED_ON in scope:
+            owner = self.number
+        else:
+            owner = self._owner_of(scope, path)
         return None if owner == self.number else owner
 
-    def _owner_of(self, scope: Scope, path: str, body: bytes) -> int | None:
-        if path == _RESPONSES or path.startswith(f"{_RESPONSES}/"):
-            return self._owner_of_response(scope, path, body)
-        if path in _KEYED:
+    def _owner_of(self, scope: Scope, path: str) -> int:
+        if path in _KEYED or path == _RESPONSES or path.startswith(f"{_RESPONSES}/"):
             return self._owner_of_key(scope)
         if path in _ANYWHERE or path.startswith(_ANYWHERE_UNDER):
-            return None
+            return self.number
         return LEADER
 
-    def _owner_of_response(self, scope: Scope, path: str, body: bytes) -> int | None:
-        named = path.removeprefix(_RESPONSES).strip("/").partition("/")[0]
-        if named and named != "input_tokens":
-            return self._named_by(named.encode())
-        previous = _previous_of(body)
-        return self._owner_of_key(scope) if previous is None else self._named_by(previous.encode())
+    def _owner_of_response(self, response_id: str, *, is_passed_on: bool) -> int:
+        named = self._first_named_by(response_id.encode())
+        if named == self.number:
+            return self.number if self.has_response(response_id) else LEADER
+        if is_passed_on:
+            return self.number
+        return LEADER if named in self.lost else named
 
-    def _owner_of_key(self, scope: Scope) -> int | None:
+    def _owner_of_key(self, scope: Scope) -> int:
         key = next((value for name, value in scope["headers"] if name == _KEY), None)
-        return None if key is None else self._named_by(key_of(scope) + b"\n" + key.strip())
+        return self.number if key is None else self._named_by(key_of(scope) + b"\n" + key.strip())
 
     def _named_by(self, text: bytes) -> int:
         """Return the front that a text names. In place of a lost one, the text names one of the others.
@@ -113,6 +123,14 @@ class Owners:
     def _first_named_by(self, text: bytes) -> int:
         """Return the front that a text names if none is lost."""
         return zlib.crc32(text) % self._num_fronts
+
+
+def _response_of(path: str, body: bytes) -> str | None:
+    """Return the id of the response that a request is for or continues, or None."""
+    if path != _RESPONSES and not path.startswith(f"{_RESPONSES}/"):
+        return None
+    named = path.removeprefix(_RESPONSES).strip("/").partition("/")[0]
+    return named if named and named != "input_tokens" else _previous_of(body)
 
 
 def _previous_of(body: bytes) -> str | None:

@@ -20,7 +20,9 @@ from server.api.openai.batches.routes import batch_routes, file_routes
 from server.api.openai.batches.runs import BatchRuns, LinePlaces
 from server.api.openai.chat import chat_routes
 from server.api.openai.completions import completion_routes
-from server.api.openai.responses.left_runs import LeftRuns
+from server.api.openai.responses.copied_runs import RunCopies, RunsOfOthers
+from server.api.openai.responses.kept import ResponseStore
+from server.api.openai.responses.left_runs import FOLDER, LeftRuns
 from server.api.openai.responses.routes import new_response_id, responses_routes
 from server.api.sglang.generate import generate_routes
 from server.api.sglang.service_routes import service_routes
@@ -32,6 +34,7 @@ from server.experts.routes import expert_load_routes, placement_routes
 from server.front.adapters.folder import AdapterFolder
 from server.front.errors import ApiError
 from server.front.members.readiness import why_service_not_ready
+from server.front.several.seat import folder_of
 from server.front.tokenizer import Tokenizer
 from server.front.weights.group import WeightGroup
 from server.http.app import build_app
@@ -109,7 +112,12 @@ class HttpService:
         self._add_metrics(metrics, options.served_model_names[0])
         version = version_of("wideep") or "0+unknown"  # an uninstalled checkout
         self._traces = Traces.to(options.log.otlp_endpoint, service_version=version)
-        self._left_runs = LeftRuns(kept / self._own_folder("background"))
+        responses = ResponseStore()
+        self._run_copies = None  # at the leading front, if that is on another node
+        if fronts is not None and not fronts.is_near:
+            self._run_copies = RunCopies(fronts.ask_leader, fronts.owners.number)
+            fronts.owners.has_response = responses.has
+        self._left_runs = LeftRuns(kept / self._own_folder(FOLDER), self._run_copies)
         answering = [
             chat_routes(self._model, service.requests),
             completion_routes(self._model, service.requests),
@@ -119,6 +127,7 @@ class HttpService:
                 are_several=lambda: keys.are_several,
                 new_id=new_response_id if fronts is None else fronts.owners.new_response_id,
                 left=self._left_runs,
+                store=responses,
             ),
         ]
         batching = [] if stored is None else self._batching(options.http, stored, answering, version, clock)
@@ -140,7 +149,9 @@ class HttpService:
         self._inner = None  # for the other fronts
         if fronts is not None:
             # Its clients are fronts, which forward the address of theirs.
-            inner = inner_app(app, wait_until_copied)
+            runs_of_others = RunsOfOthers(kept, self._left_runs)
+            fronts.take_over = runs_of_others.take_over
+            inner = inner_app(app, wait_until_copied, runs_of_others)
             self._inner = HttpServer(inner, HttpOptions(forwarded_allow_ips=("*",)))
 
     def _add_metrics(self, metrics: Metrics, name: str) -> None:
@@ -171,7 +182,7 @@ class HttpService:
     def _own_folder(self, name: str) -> str:
         """Return the name of a folder in which each front keeps what its replacement needs."""
         fronts = self._service.fronts
-        return name if fronts is None or self._service.leads else f"{name}-{fronts.owners.number}"
+        return name if fronts is None else folder_of(name, fronts.owners.number)
 
     def _batching(
         self,
@@ -253,6 +264,8 @@ class HttpService:
         tasks = [asyncio.create_task(self._keep_ticking()), asyncio.create_task(self._left_runs.resume())]
         if service.leads:
             tasks.append(asyncio.create_task(self._batch_runs.serve()))
+        if self._run_copies is not None:
+            tasks.append(asyncio.create_task(self._run_copies.serve()))
         if self._model.images is not None:
             tasks.append(asyncio.create_task(self._model.images.encoder.start()))
         if self._options.enable_eplb and service.leads:

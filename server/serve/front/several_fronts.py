@@ -15,6 +15,7 @@ import httpx
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from server.api.openai.responses.copied_runs import PATH as LEFT_RUNS
 from server.front.adapters.registry import Adapters
 from server.front.events import EventLog
 from server.front.journal import Journal
@@ -30,7 +31,7 @@ from server.front.several.service_state import EngineOfRank, ServiceState, Weigh
 from server.front.weights.updates import WeightUpdates
 from server.http.observability.metrics import Metrics
 from server.http.observability.ops import MetricsText
-from server.http.several.forwarding import LEADER, Forwarding, Owners
+from server.http.several.forwarding import LEADER, PASSED_ON, Forwarding, Owners
 from server.http.several.merged_metrics import FETCH_S, ServiceMetrics
 from server.http.several.shared_speed import SharedSpeed
 from server.link.ranks import Ranks
@@ -40,7 +41,6 @@ from server.serve.front.other_nodes import OtherNodes
 from server.serve.standby.leading import COPY_TIMEOUT_S
 
 _LOG = logging.getLogger("wideep.front")
-_INNER = "wideep.inner"  # in the scope of requests that another front passed on
 _COPIED = "/standby/copied"  # on the socket for other fronts: answers when the standby has all files
 _BACKLOG = 128
 _DRAIN_POLL_S = 0.02
@@ -78,6 +78,8 @@ class FrontOfSeveral:
         self._speed = SharedSpeed(metrics.throughput, seat)
         self._forwarding: Forwarding | None = None  # set by `forwarding`
         self.nodes: OtherNodes | None = None
+        # Called with the numbers of fronts that are lost with their node, if this one leads.
+        self.take_over: Callable[[Sequence[int]], None] = lambda _numbers: None
         if seat.fronts is not None:
             has_served = ServiceState.read(seat.kept) is not None
             self.nodes = OtherNodes(seat, seat.fronts, cluster_key, is_again=has_served)
@@ -88,7 +90,7 @@ class FrontOfSeveral:
             moves.all_follow = self.leading.all_follow
             self._watch = watch_fronts(seat.board, events.note)
             if self.nodes is not None:
-                _note_nodes(self.nodes, events)
+                self._follow_nodes(self.nodes, events)
         else:
             assert adapters is not None, "this front follows"
             self.following = FollowingFront(
@@ -101,12 +103,17 @@ class FrontOfSeveral:
                 adapters=adapters,
                 on_level=metrics.note_sleep,
                 on_size=on_size,
-                is_near=seat.fronts is None or LEADER in seat.fronts.near,
+                is_near=self.is_near,
             )
         if seat.num_cut_off:
             journal.cut_off(seat.num_cut_off)
             name, num = f"front {seat.number}", seat.num_cut_off
             events.note("front_back", f"{name} was killed with {num} open choices, and is back")
+
+    @property
+    def is_near(self) -> bool:
+        """Whether the leading front is on this node."""
+        return self._seat.fronts is None or LEADER in self._seat.fronts.near
 
     @property
     def lost_fronts(self) -> Sequence[int]:
@@ -159,12 +166,8 @@ class FrontOfSeveral:
 
     def forwarding(self, app: ASGIApp) -> ASGIApp:
         """Wrap an application: requests of clients that another front must answer are passed on."""
-        forwarding = self._forwarding = Forwarding(app, self.owners, self._seat.socket_path)
-
-        async def choose(scope: Scope, receive: Receive, send: Send) -> None:
-            await (app if scope.get(_INNER) else forwarding)(scope, receive, send)
-
-        return choose
+        self._forwarding = Forwarding(app, self.owners, self._seat.socket_path)
+        return self._forwarding
 
     def bind_inner(self) -> socket.socket:
         """Bind the socket for the other fronts."""
@@ -204,6 +207,20 @@ class FrontOfSeveral:
         """Share the figures of the period that has just ended."""
         self._speed.exchange()
 
+    def _follow_nodes(self, nodes: OtherNodes, events: EventLog) -> None:
+        """Note as events which nodes' fronts are lost and which are back, and take over what the lost ones have left."""
+
+        def named(node: int) -> str:
+            numbers = nodes.fronts_of(node)
+            return f"front{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+        def lose(node: int) -> None:
+            events.note("fronts_lost", f"the node of {named(node)} does not answer")
+            self.take_over(nodes.fronts_of(node))
+
+        nodes.on_lost = lose
+        nodes.on_back = lambda node: events.note("fronts_back", f"the node of {named(node)} answers again")
+
     async def finish(self) -> None:
         """Record that this front has no open request any more. The leading one waits for the others, because it stops the ranks."""
         self._seat.board.set(Cell.IS_DONE, 1)
@@ -216,19 +233,10 @@ class FrontOfSeveral:
             await self._forwarding.close()
 
 
-def _note_nodes(nodes: OtherNodes, events: EventLog) -> None:
-    """Note as events which nodes' fronts are lost, and which are back."""
-
-    def named(node: int) -> str:
-        numbers = nodes.fronts_of(node)
-        return f"front{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
-
-    nodes.on_lost = lambda node: events.note("fronts_lost", f"the node of {named(node)} does not answer")
-    nodes.on_back = lambda node: events.note("fronts_back", f"the node of {named(node)} answers again")
-
-
-def inner_app(app: ASGIApp, wait_until_copied: Callable[[], Awaitable[None]] | None) -> ASGIApp:
-    """Return the application for requests that other fronts pass on.
+def inner_app(
+    app: ASGIApp, wait_until_copied: Callable[[], Awaitable[None]] | None, runs_of_others: ASGIApp
+) -> ASGIApp:
+    """Return the application for requests of other fronts.
 
     Args:
         wait_until_copied: As of `KeptFiles`; None if this front copies no files.
@@ -240,7 +248,10 @@ def inner_app(app: ASGIApp, wait_until_copied: Callable[[], Awaitable[None]] | N
                 await wait_until_copied()
             await Response()(scope, receive, send)
             return
-        scope[_INNER] = True
+        if scope.get("path", "").startswith(f"{LEFT_RUNS}/"):
+            await runs_of_others(scope, receive, send)
+            return
+        scope[PASSED_ON] = True
         await app(scope, receive, send)
 
     return serve

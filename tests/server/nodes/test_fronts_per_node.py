@@ -3,6 +3,7 @@
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -54,6 +55,27 @@ def post(namespace: str, url: str, key: str) -> httpx.Response:
         return sent.result()
 
 
+def respond(namespace: str, url: str, *, background: bool) -> dict[str, Any]:
+    """Create a response of 200 drawn tokens."""
+    body = {
+        "model": "tiny",
+        "input": "a b",
+        "max_output_tokens": 200,
+        "ignore_eos": True,
+        "seed": 1,
+        "background": background,
+    }
+    with threads_inside(namespace) as thread:
+        response = thread.submit(httpx.post, f"{url}/v1/responses", json=body, timeout=60).result()
+    assert response.status_code == 200, response.text
+    return dict(response.json())
+
+
+def response_at(namespace: str, url: str, response_id: str) -> dict[str, Any]:
+    said = ask(namespace, "GET", f"{url}/v1/responses/{response_id}")
+    return json.loads(said) if said else {"status": "unknown"}
+
+
 def num_tokens(namespace: str, url: str) -> float:
     """Return the number of tokens that the service has generated, as one of its fronts reports it."""
     said = ask(namespace, "GET", f"{url}/metrics") or ""
@@ -92,10 +114,20 @@ def test_each_node_answers_and_one_survives_the_loss_of_another(
         assert stream_all(there, url=THERE) == expected, "the front's own engine was lost"
         wait_until_healthy(service, namespaces)
 
-        assert stream_all(here, url=HERE, then=lambda: end_node(service, OTHER_NODE)) == expected
+        begun: dict[str, Any] = {}
+
+        def begin_and_end_node() -> None:
+            begun.update(respond(there, THERE, background=True))
+            end_node(service, OTHER_NODE)
+
+        assert stream_all(here, url=HERE, then=begin_and_end_node) == expected
+        assert begun["status"] in ("queued", "in_progress")
         wait_until(lambda: "fronts_lost" in kinds_of_events(here, HERE), service.output)
         for each in answers:
             assert post(here, HERE, each).status_code == 200, "this front answers in place of the lost one"
+        output = respond(here, HERE, background=False)["output"][-1]["content"]
+        wait_until(lambda: response_at(here, HERE, begun["id"])["status"] == "incomplete", service.output)
+        assert response_at(here, HERE, begun["id"])["output"][-1]["content"] == output
 
         flags = ("--host=0.0.0.0", "--fronts=per-node", f"--cluster-key-file={key}")
         with joining(there, tmp_path / "tiny", tmp_path / "joined.txt", *flags) as node:
@@ -103,6 +135,7 @@ def test_each_node_answers_and_one_survives_the_loss_of_another(
             wait_until_healthy(service, namespaces)
             node.wait_until(lambda: "serving on 2 ranks at http://" in node.output())
             assert stream_all(there, url=THERE) == stream_all(here, url=HERE) == expected
+            assert response_at(there, THERE, begun["id"])["output"][-1]["content"] == output
             first, again = (post(name, url, "new") for name, url in ((here, HERE), (there, THERE)))
             assert again.text == first.text and again.headers["Idempotent-Replayed"] == "true"
 

@@ -26,7 +26,7 @@ from server.api.blocks import DraftChunks, Event, named_events
 from server.api.openai.responses.answer import ResponseDraft
 from server.api.schemas import ChatMessage
 from server.api.streaming import KEEP_ALIVE_S, EventSender
-from server.front.errors import ApiError, bad_request, failed
+from server.front.errors import ApiError, CutOffError, bad_request, failed
 from server.front.generations import Answer, ClientGone
 from server.http.kept_stream import KeptStream
 from server.http.shares import Shares
@@ -58,7 +58,7 @@ class ResponseStore:
         num_chars = len(json.dumps(response)) + sum(len(json.dumps(message)) for message in messages)
         if num_chars > self._chars.total:
             return
-        self._drop(response["id"])
+        self.discard(response["id"])
         self._by_id[response["id"]] = Stored(
             owner=owner, response=response, messages=tuple(messages), num_chars=num_chars
         )
@@ -67,7 +67,7 @@ class ResponseStore:
         for shares in (self._number, self._chars):
             while shares.is_over:
                 most = shares.largest
-                self._drop(next(each for each, stored in self._by_id.items() if stored.owner == most))
+                self.discard(next(each for each, stored in self._by_id.items() if stored.owner == most))
 
     def has(self, response_id: str) -> bool:
         """Return whether a response is stored."""
@@ -97,9 +97,10 @@ class ResponseStore:
             ApiError: 404 if the response is not found, as for `get`.
         """
         self.get(response_id, owner, "response_id")
-        self._drop(response_id)
+        self.discard(response_id)
 
-    def _drop(self, response_id: str) -> None:
+    def discard(self, response_id: str) -> None:
+        """Drop a response, if it is stored."""
         stored = self._by_id.pop(response_id, None)
         if stored is not None:
             self._number.give_back(stored.owner, 1)
@@ -117,6 +118,7 @@ class BackgroundRun:
     def __init__(self, answer: Answer, chunks: DraftChunks, draft: ResponseDraft, owner: str = "") -> None:
         self.draft, self.owner = draft, owner
         self.events = KeptStream()
+        self.is_cut_off = False  # it ended without a result, and must run again
         self._answer, self._chunks = answer, chunks
         self._add(chunks.begin())
 
@@ -126,6 +128,8 @@ class BackgroundRun:
             while pieces := await self._answer.next():
                 for _, piece in pieces:
                     self._add(self._chunks.feed(piece))
+        except CutOffError:
+            self.is_cut_off = True
         except ApiError as failure:
             self._add(self.draft.fail(failure))
         except ClientGone:  # `cancel` closed the answer

@@ -59,6 +59,7 @@ def responses_routes(
     are_several: Callable[[], bool] = lambda: False,
     new_id: Callable[[], str] = new_response_id,
     left: LeftRuns | None = None,
+    store: ResponseStore | None = None,
 ) -> APIRouter:
     """Return the endpoint's routes.
 
@@ -66,11 +67,13 @@ def responses_routes(
         are_several: Returns whether several API keys share the stored responses.
         new_id: Returns an id for a response. Of several fronts, each chooses ids that name it.
         left: Files of background runs, for a front that replaces this one; None keeps none.
+        store: Keeps the responses; None makes one.
     """
     router = new_router()
-    parts = _Parts(model, requests, ResponseStore(), BackgroundRuns(are_several=are_several), new_id, left)
+    runs = BackgroundRuns(are_several=are_several)
+    parts = _Parts(model, requests, store or ResponseStore(), runs, new_id, left)
     if left is not None:
-        left.run_again = lambda run: _run_again(run, parts)
+        left.run_again = lambda run: _run_again(run, left, parts)
 
     @router.post("/v1/responses", response_model=None, responses=STREAM_RESPONSE)
     async def create_response(body: ResponsesRequest, http: HttpRequest) -> Response:
@@ -128,7 +131,7 @@ async def _create_in(body: ResponsesRequest, name: str, http: HttpRequest, parts
         )
     draft = _draft(body, name, turn)
     if body.background:
-        run = _start(body, turn, draft, history, owner, parts)
+        run = await _start(body, turn, draft, history, owner, parts)
         return FollowedRun(run, 0) if body.stream else json_response(draft.response)
     chunks = DraftChunks(
         turn.parser(0), draft, on_end=lambda: _keep(body, draft, history, owner, parts.store)
@@ -146,7 +149,7 @@ def _keep(
         store.put(draft.response, [*history, *items_to_messages(draft.response["output"])], owner)
 
 
-def _start(
+async def _start(
     body: ResponsesRequest,
     turn: ChatTurn,
     draft: ResponseDraft,
@@ -157,26 +160,35 @@ def _start(
     """Start a background run, and keep it for a front that replaces this one."""
     response_id, store, left = draft.response["id"], parts.store, parts.left
     run = BackgroundRun(turn.answer, DraftChunks(turn.parser(0), draft), draft, owner)
+    seed = turn.answer.generations[0].ask.request.params.seed
+    request = body.model_dump(mode="json", exclude_unset=True) | {"seed": (seed + 2**63) % 2**64 - 2**63}
+    left_run = LeftRun(dict(draft.response), request, history, owner)
 
     def end() -> None:
+        is_stored = store.has(response_id)  # it may have been deleted in the meantime
+        if left is not None and run.is_cut_off and is_stored:
+            left.resume_later(left_run)
+            return
         if left is not None:
             left.forget(response_id)
-        if store.has(response_id):  # it may have been deleted in the meantime
+        if is_stored:
             _keep(body, draft, history, owner, store)
 
     _keep(body, draft, history, owner, store)
     if left is not None:
-        seed = turn.answer.generations[0].ask.request.params.seed
-        request = body.model_dump(mode="json", exclude_unset=True) | {"seed": (seed + 2**63) % 2**64 - 2**63}
-        left.note(LeftRun(draft.response, request, history, owner))
+        left.note(left_run)
     parts.runs.start(run, on_end=end)
+    if left is not None:
+        await left.copy(left_run)
     return run
 
 
-async def _run_again(left: LeftRun, parts: _Parts) -> None:
-    """Run a background response again that an earlier front had begun. Wait until the service is ready."""
-    body, response_id = ResponsesRequest.model_validate(left.body), left.response["id"]
+async def _run_again(left: LeftRun, runs: LeftRuns, parts: _Parts) -> None:
+    """Run a background response again, unless the leading front has taken it over. Wait until the service is ready."""
+    body, response_id = ResponsesRequest.model_validate(left.body), left.response_id
     parts.store.put(left.response, left.messages, left.owner)
+    if await runs.is_taken(left):
+        parts.store.discard(response_id)
     while parts.store.has(response_id):  # until it is deleted
         try:
             turn = await ChatTurn.open(
@@ -195,10 +207,9 @@ async def _run_again(left: LeftRun, parts: _Parts) -> None:
             break
         draft = _draft(body, parts.model.check_name(body.model), turn)
         draft.response["created_at"] = left.response["created_at"]
-        _start(body, turn, draft, left.messages, left.owner, parts)
+        await _start(body, turn, draft, left.messages, left.owner, parts)
         return
-    if parts.left is not None:
-        parts.left.forget(response_id)
+    runs.forget(response_id)
 
 
 async def _cancel(response_id: str, parts: _Parts) -> Response:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from server.http.several.forwarding import Owners
+from server.http.several.forwarding import PASSED_ON, Owners
 
 NUM_FRONTS = 3
 
@@ -56,6 +56,27 @@ def test_a_response_belongs_to_the_front_that_made_its_id() -> None:
         body = json.dumps({"previous_response_id": response_id, "input": "x"}).encode()
         assert owner_as_seen_by_each("/v1/responses", body) == {number}
         assert owner_as_seen_by_each("/v1/responses", body, idempotency_key="k") == {number}
+
+
+def test_the_leading_front_answers_for_a_lost_one_and_for_one_that_has_forgotten_a_response() -> None:
+    path = f"/v1/responses/{Owners(2, NUM_FRONTS).new_response_id()}"
+    other, named = Owners(1, NUM_FRONTS), Owners(2, NUM_FRONTS)
+    assert other.owner_of(scope(path), b"") == 2
+    other.lost = [2]
+    assert other.owner_of(scope(path), b"") == 0
+    named.lost = [2]
+    assert named.owner_of(scope(path), b"") is None, "it is back, and the others do not know yet"
+    named.has_response = lambda _: False
+    passed_on = {**scope(path), PASSED_ON: True}
+    assert named.owner_of(scope(path), b"") == named.owner_of(passed_on, b"") == 0
+    assert Owners(0, NUM_FRONTS).owner_of(passed_on, b"") is None, "it does not ask the lost front"
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/v1/chat/completions", "/v1/responses"])
+def test_a_request_that_another_front_passed_on_is_answered(path: str) -> None:
+    for number in range(NUM_FRONTS):
+        asked = scope(path, "POST", idempotency_key="k") | {PASSED_ON: True}
+        assert Owners(number, NUM_FRONTS).owner_of(asked, b"{}") is None
 
 
 def test_a_text_that_only_mentions_previous_response_id_stays_where_it_is() -> None:

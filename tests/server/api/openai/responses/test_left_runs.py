@@ -19,10 +19,21 @@ def resumed(folder: Path) -> list[LeftRun]:
     async def note(run: LeftRun) -> None:
         found.append(run)
 
-    left = LeftRuns(folder)
-    left.run_again = note
-    asyncio.run(left.resume())
+    async def resume() -> None:
+        left = LeftRuns(folder)
+        left.run_again = note
+        resuming = asyncio.create_task(left.resume())
+        await settled()
+        resuming.cancel()
+
+    asyncio.run(resume())
     return found
+
+
+async def settled() -> None:
+    """Let all tasks run that wait for nothing."""
+    for _ in range(10):
+        await asyncio.sleep(0)
 
 
 def test_runs_that_have_not_ended_are_run_again_by_the_next_front(tmp_path: Path) -> None:
@@ -45,6 +56,26 @@ def test_files_of_other_content_are_ignored(tmp_path: Path) -> None:
     )
     (tmp_path / "partial_resp_x").write_text("{}")
     assert resumed(tmp_path) == []
+
+
+def test_a_run_that_cannot_run_again_does_not_keep_the_others_from_it(tmp_path: Path) -> None:
+    left, found = LeftRuns(tmp_path), []
+
+    async def fail(run: LeftRun) -> None:
+        found.append(run.response_id)
+        raise ValueError("an older version wrote it")
+
+    async def resume() -> None:
+        left.run_again = fail
+        resuming = asyncio.create_task(left.resume())
+        for name in ("resp_a", "resp_b"):
+            left.adopt(run_named(name))
+            await settled()
+        assert not resuming.done()
+        resuming.cancel()
+
+    asyncio.run(resume())
+    assert found == ["resp_a", "resp_b"] and left.has("resp_a") and left.has("resp_b")
 
 
 def test_a_full_disk_only_warns(tmp_path: Path) -> None:
