@@ -21,6 +21,7 @@ def watch_that_finds(monkeypatch: pytest.MonkeyPatch, cores: list[float]) -> Non
             self.other_cores = cores.pop(0)
 
     monkeypatch.setattr(quiet, "CpuWatch", Watch)
+    monkeypatch.delenv("PYTEST_XDIST_WORKER_COUNT", raising=False)
 
 
 def bad(number: int) -> Measured:
@@ -39,6 +40,13 @@ def test_bad_results_of_quiet_tries_fail(cores: list[float], monkeypatch: pytest
 def test_a_machine_that_is_never_quiet_skips_with_its_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     watch_that_finds(monkeypatch, [1.25] * quiet.MAX_TRIES)
     with pytest.raises(pytest.skip.Exception, match=r"more than 0.5 cores in all tries: try 0 .*1\.25 cores"):
+        expect_good(bad, quiet_tries=1)
+
+
+def test_there_are_fewer_tries_beside_other_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch_that_finds(monkeypatch, [1.25] * quiet.MAX_TRIES_BESIDE_WORKERS)
+    monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "3")
+    with pytest.raises(pytest.skip.Exception, match="try 0 .*try 1"):
         expect_good(bad, quiet_tries=1)
 
 

@@ -13,6 +13,7 @@ from benchmarks.serving.processes import CpuWatch
 
 QUIET_CORES = 0.5  # a try counts if other processes used at most this
 MAX_TRIES = 6
+MAX_TRIES_BESIDE_WORKERS = 2  # the other workers of this run keep the cores busy
 
 
 class Measured(NamedTuple):
@@ -32,7 +33,7 @@ def expect_good(measure: Callable[[int], Measured], *, quiet_tries: int) -> None
             them were quiet.
     """
     tried, num_quiet = [], 0
-    for number in range(MAX_TRIES):
+    for number in range(_max_tries()):
         with CpuWatch(os.getpid()) as watch:
             measured = measure(number)
         if measured.is_good:
@@ -45,3 +46,8 @@ def expect_good(measure: Callable[[int], Measured], *, quiet_tries: int) -> None
     if num_quiet:
         raise AssertionError("; ".join(tried))
     pytest.skip(f"other processes used more than {QUIET_CORES} cores in all tries: {'; '.join(tried)}")
+
+
+def _max_tries() -> int:
+    is_alone = os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1") == "1"
+    return MAX_TRIES if is_alone else MAX_TRIES_BESIDE_WORKERS
