@@ -46,7 +46,7 @@ def test_a_machine_that_is_never_quiet_skips_with_its_figures(monkeypatch: pytes
 def test_there_are_fewer_tries_beside_other_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     watch_that_finds(monkeypatch, [1.25] * quiet.MAX_TRIES_BESIDE_WORKERS)
     monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "3")
-    with pytest.raises(pytest.skip.Exception, match="try 0 .*try 1"):
+    with pytest.raises(pytest.skip.Exception, match=r"try 0 .*try 1"):
         expect_good(bad, quiet_tries=1)
 
 
