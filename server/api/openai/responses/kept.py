@@ -45,6 +45,11 @@ class Stored:
     messages: tuple[ChatMessage, ...]
     num_chars: int
 
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended."""
+        return self.response["status"] in ("queued", "in_progress")
+
 
 class ResponseStore:
     """The last responses, by id. When full, drops the least recently used of the owner that stores most."""
@@ -72,6 +77,11 @@ class ResponseStore:
     def has(self, response_id: str) -> bool:
         """Return whether a response is stored."""
         return response_id in self._by_id
+
+    def is_running(self, response_id: str) -> bool:
+        """Return whether a response is stored and has not ended."""
+        stored = self._by_id.get(response_id)
+        return stored is not None and stored.is_running
 
     def get(self, response_id: str, owner: str, param: str) -> Stored:
         """Return a response.

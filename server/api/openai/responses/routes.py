@@ -189,7 +189,7 @@ async def _run_again(left: LeftRun, runs: LeftRuns, parts: _Parts) -> None:
     parts.store.put(left.response, left.messages, left.owner)
     if await runs.is_taken(left):
         parts.store.discard(response_id)
-    while parts.store.has(response_id):  # until it is deleted
+    while parts.store.is_running(response_id):  # until it is cancelled or deleted
         try:
             turn = await ChatTurn.open(
                 chat_request(body, left.messages),
@@ -205,6 +205,9 @@ async def _run_again(left: LeftRun, runs: LeftRuns, parts: _Parts) -> None:
             error = {"code": "server_error", "message": failure.message}
             parts.store.put({**left.response, "status": "failed", "error": error}, left.messages, left.owner)
             break
+        if not parts.store.is_running(response_id):
+            turn.answer.close()
+            break
         draft = _draft(body, parts.model.check_name(body.model), turn)
         draft.response["created_at"] = left.response["created_at"]
         await _start(body, turn, draft, left.messages, left.owner, parts)
@@ -215,6 +218,10 @@ async def _run_again(left: LeftRun, runs: LeftRuns, parts: _Parts) -> None:
 async def _cancel(response_id: str, parts: _Parts) -> Response:
     stored = parts.store.get(response_id, owner_of_exchange(), "response_id")
     run = parts.runs.find(response_id)
+    if stored.is_running and (run is None or run.is_cut_off):  # it waits to run again
+        cancelled = {**stored.response, "status": "cancelled"}
+        parts.store.put(cancelled, stored.messages, stored.owner)
+        return json_response(cancelled)
     if run is None:
         raise bad_request("Cannot cancel a synchronous response.", "response_id")
     await run.cancel()
@@ -232,7 +239,7 @@ def _history(body: ResponsesRequest, store: ResponseStore) -> list[ChatMessage]:
     if body.previous_response_id is None:
         return given
     stored = store.get(body.previous_response_id, owner_of_exchange(), "previous_response_id")
-    if stored.response["status"] in ("queued", "in_progress"):
+    if stored.is_running:
         raise bad_request(
             "previous_response_id is a response that is still running; wait for its end.",
             "previous_response_id",

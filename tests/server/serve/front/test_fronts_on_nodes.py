@@ -125,7 +125,7 @@ def test_a_background_response_of_a_node_that_was_cut_off_is_finished(
     with several_fronts(model_dir, tmp_path / "kept", on_nodes=True) as service:
         begin(service)
         first, second = service.fronts
-        path = begun_at(service, 1, gate)
+        path, cancelled = (begun_at(service, 1, gate) for _ in range(2))
         pid = (second if is_lost else first).process.pid
         os.kill(pid, signal.SIGSTOP)
         try:
@@ -134,12 +134,14 @@ def test_a_background_response_of_a_node_that_was_cut_off_is_finished(
             else:
                 wait_until(lambda: second.get("/health").status_code == 503, lambda: second.said)
                 assert second.get(path).json()["status"] in ("queued", "in_progress")
+                assert second.post(f"{cancelled}/cancel").json()["status"] == "cancelled"
         finally:
             os.kill(pid, signal.SIGCONT)
             gate.set()
         service.wait_ready()
         for front in service.fronts:
             wait_until_completed(front, path)
+            assert is_lost or front.get(cancelled).json()["status"] == "cancelled"
         wait_until(
             lambda: not list((tmp_path / "kept").glob("*/background*/resp_*")), lambda: "a run is left"
         )
