@@ -116,7 +116,11 @@ def _orders(kind: Kind) -> socket.socket:
     with theirs:
         # OpenMP reads its variables when torch is imported.
         as_engine = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GRPC_VERBOSITY": "NONE"}
-        environment = {**os.environ, **(as_engine if kind == Kind.SERVICE else {}), "PYTHONPATH": str(ROOT)}
+        # torch reads its level when it is imported, here before the options of a service are known. With
+        # `--log-format json`, a service silences it.
+        silent = {"TORCH_CPP_LOG_LEVEL": "FATAL"}
+        more = as_engine if kind == Kind.SERVICE else {}
+        environment = {**os.environ, **silent, **more, "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-P", __file__, kind, str(theirs.fileno())]
         subprocess.Popen(command, pass_fds=(theirs.fileno(),), env=environment)
     return ours
