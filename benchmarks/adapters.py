@@ -4,7 +4,9 @@ One rank decodes with Qwen3-MoE's shape and random weights that are not on disk.
 values. Three engines' steps are timed in turn: without adapters; with places for adapters but rows without one; and with rows that
 take 1 or 8 adapters in turn. Rows without an adapter are first checked to have the same bits in both engines.
 
-Expected bound: the products of an adapter of rank r add r * (inputs + outputs) to inputs * outputs of a matrix, and read as many values.
+Expected bound: a step's time is that of reading its weights once. An adapter of rank r adds r * (inputs + outputs) values to inputs *
+outputs of a matrix, and a row's expert has other values for each adapter. `bound` is the speed that follows, relative to a step
+without adapters.
 
 Run: `python -m benchmarks.adapters [--batch 1,16] [--adapters 1,8] [--rank 16] [--dtype bfloat16] [--lora-dtype auto] [--layers 8]
 [--threads 2] [--context 150] [--dense-only] [--save]`.
@@ -74,13 +76,23 @@ def main(arguments: list[str] | None = None) -> int:
         for place in range(max(counts)):
             place_adapter(adapted, root / f"adapter{place}", config, place, options)
         print(f"\nmedian ms {'':8}{'base':>10}{'places':>10}" + "".join(f"{count:>9}a" for count in counts))
-        found = {}
+        found, bounds = {}, {}
         for batch in batches:
             check_bits(plain, adapted, batch, options.context)
             times = measure(plain, adapted, batch, options.context, counts)
             found[f"batch {batch}"] = times
             print(f"{f'batch {batch}':18}" + "".join(f"{each:10.3f}" for each in times.values()))
-    result = {"environment": card, "options": vars(options), "ms": found}
+            bounds[f"batch {batch}"] = {
+                f"{count} adapters": bound(config, options, batch, count) for count in counts
+            }
+            print(
+                f"{'  relative, bound':38}"
+                + "".join(
+                    f"{times['base'] / times[name]:5.2f},{most:4.2f}"
+                    for name, most in bounds[f"batch {batch}"].items()
+                )
+            )
+    result = {"environment": card, "options": vars(options), "ms": found, "bound": bounds}
     print_tail({"benchmark": "adapters", **result})
     if options.save:
         name = "adapters-dense" if options.dense_only else "adapters"
@@ -136,6 +148,33 @@ def place_adapter(
     bank = built.model.adapters
     assert bank is not None, "the engine has places"
     bank.place(place, bank.load(directory, read_adapter(directory).digest, max_rank=rank))
+
+
+def bound(config: Any, options: argparse.Namespace, batch: int, num_adapters: int) -> float:
+    """Return the relative speed with adapters if a step's time were that of reading its weights, with uniform routing."""
+    hidden, inner, experts = config.hidden_size, config.moe_intermediate_size, int(config.num_experts)
+    chosen = int(config.num_experts_per_tok)
+    queries, keys = (
+        num * config.head_dim for num in (config.num_attention_heads, config.num_key_value_heads)
+    )
+
+    def num_read(rows: float) -> float:
+        """Return the expected number of experts that rows need."""
+        return float(experts * (1 - (1 - chosen / experts) ** rows))
+
+    linears = [(hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden), (hidden, experts)]
+    of_expert = [(hidden, 2 * inner), (inner, hidden)]
+    base = sum(k * n for k, n in linears) + num_read(batch) * sum(k * n for k, n in of_expert)
+    base = options.layers * base + hidden * config.vocab_size
+    num = min(num_adapters, batch)
+    low = num * sum(k + n for k, n in linears[: 4 if options.dense_only else 5])
+    if not options.dense_only:
+        low += num * num_read(batch / num) * sum(k + n for k, n in of_expert)
+    size = {"float32": 4, "bfloat16": 2}
+    low_size = size[options.dtype if options.lora_dtype == "auto" else options.lora_dtype]
+    num_base: float = base * size[options.dtype]
+    num_more: float = options.layers * options.rank * low * low_size
+    return num_base / (num_base + num_more)
 
 
 def _cache(built: Assembled, batch: int, context: int) -> PagedCache:

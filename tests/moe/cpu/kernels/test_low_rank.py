@@ -42,15 +42,50 @@ def test_every_row_gets_its_adapter_s_product(
             assert torch.allclose(out[row], before[row] + dense[place] @ x[row], atol=1e-4)
 
 
-def test_a_row_s_bits_do_not_depend_on_its_neighbours() -> None:
-    table, _ = table_of(5, 16)
-    x, places = torch.randn(12, K), torch.tensor([0, 1, -1] * 4)
-    together = torch.zeros(12, N)
+@pytest.mark.parametrize("num_rows", [12, 100, 170])
+@pytest.mark.parametrize("n", [N, 130])
+def test_a_row_s_bits_do_not_depend_on_its_neighbours(n: int, num_rows: int) -> None:
+    """A tile of many rows computes those with the same adapter together."""
+    table, dense = table_of(5, 16, 33, n=n)
+    generator = torch.Generator().manual_seed(num_rows)
+    x, places = torch.randn(num_rows, K), torch.randint(-1, 3, (num_rows,), generator=generator)
+    together = torch.zeros(num_rows, n)
     adapt(x, places, table, together, None)
-    for row in range(12):
-        alone = torch.zeros(1, N)
+    for row, place in enumerate(places.tolist()):
+        alone = torch.zeros(1, n)
         adapt(x[row : row + 1], places[row : row + 1].clone(), table, alone, None)
         assert torch.equal(alone[0], together[row])
+        wanted = torch.zeros(n) if place < 0 else dense[place] @ x[row]
+        assert torch.allclose(alone[0], wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_pairs_get_the_bits_of_single_ones(dtype: torch.dtype) -> None:
+    num_slots, num_places = 3, 2
+    table, dense = table_of(3, 0, 8, 2, 16, 20, n=130, dtype=dtype)
+    generator = torch.Generator().manual_seed(1)
+    sizes = torch.randint(0, 14, (num_slots * (num_places + 1),), generator=generator)
+    offsets = np.concatenate([[0], np.cumsum(sizes.numpy())])
+    x, row_of = torch.randn(20, K), torch.randint(0, 20, (int(offsets[-1]),), generator=generator).numpy()
+
+    def compute(offsets: np.ndarray, row_of: np.ndarray) -> Tensor:
+        out, count = torch.zeros(len(row_of), 130), np.array([len(row_of)])
+        groups = Groups(offsets.ctypes.data, num_slots, num_places + 1, count.ctypes.data)
+        row = adapt_pairs_row(
+            x.data_ptr(), K * 4, row_of.ctypes.data, K, groups, table, out.data_ptr(), 130 * 4, 130
+        )  # fmt: skip
+        run_alone(program_of([row]))
+        return out
+
+    together = compute(offsets, row_of)
+    assert len(row_of) >= 48, "tiles have several pairs"
+    for pair, row in enumerate(row_of):
+        group = int(np.searchsorted(offsets, pair, side="right")) - 1
+        alone = compute((np.arange(len(offsets)) > group).astype(np.int64), row_of[pair : pair + 1].copy())
+        assert torch.equal(alone[0], together[pair]), pair
+        slot, copy = divmod(group, num_places + 1)
+        wanted = torch.zeros(130) if copy == 0 else dense[(copy - 1) * num_slots + slot] @ x[row]
+        assert torch.allclose(together[pair], wanted, atol=1e-3), pair
 
 
 def test_rows_of_wider_matrices_are_strided() -> None:
