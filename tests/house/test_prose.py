@@ -9,7 +9,7 @@ LIMITS = {
     "attention": 9,
     "benchmarks": 21,
     "dispatch": 25,
-    "docs": 30,
+    "docs": 27,
     "expert_placement": 6,
     "moe": 24,
     "scheduler": 27,
