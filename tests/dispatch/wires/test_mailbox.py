@@ -54,8 +54,12 @@ def lose_rank_one(name: str, number: int, timeout_s: float) -> str:
     mailbox = open_mailbox(name, dist.group.WORLD, width=2)
     mailbox.post([1, 2])
     mailbox.collect(10.0)
+    # Rank 1 may have collected while its threads still send to rank 0.
+    store, key = dist.distributed_c10d._get_default_store(), f"collected-{name}-{number}"
     if dist.get_rank() == 1:
+        store.wait([key])
         os.kill(os.getpid(), number)
+    store.set(key, "yes")
     mailbox.post([3, 4])
     said = catch(lambda: mailbox.collect(timeout_s))
     mailbox.close()
