@@ -63,7 +63,7 @@ class ApiError(Exception):
         return {"type": "error", "error": {"type": kind, "message": self.message}}
 
 
-class CutOffError(ApiError):
+class FrontCutOffError(ApiError):
     """A request of a front that does not hear of the leading one any more. Others may continue a background response."""
 
 

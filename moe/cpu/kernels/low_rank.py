@@ -55,6 +55,7 @@ _CHAINS = 4  # sums of `_shrinker`, so that an addition need not wait for the on
 # Rows with the same factors that are computed together: with _CHAINS sums each, four fit 32 registers.
 _ROWS = 4 if MOST_ROWS > ROWS else 1
 _TILES = 16  # of a kernel with at least as many rows; a tile costs about 0.2 us
+_MOST_IN_TILE = 32  # rows; finding those with the same adapter takes the square of it
 
 
 def _scalar(builder: ir.IRBuilder, address: ir.Value, index: ir.Value) -> ir.Value:
@@ -191,8 +192,7 @@ def _expander(vectors: int, rows: int) -> Any:
 
 
 _shrink_one, _shrink_rows = _shrinker(1), _shrinker(_ROWS)
-_expand_one_64, _expand_rows_64 = _expander(4, 1), _expander(4, _ROWS)
-_expand_one_16, _expand_rows_16 = _expander(1, 1), _expander(1, _ROWS)
+_expand_one_64, _expand_rows_64, _expand_one_16 = _expander(4, 1), _expander(4, _ROWS), _expander(1, 1)
 
 
 @intrinsic
@@ -224,12 +224,14 @@ def _add_low_rank(xs, num, k, entry, ys, n, following):  # type: ignore[no-untyp
     Args:
         xs, ys: int64 [_ROWS], the addresses of the rows' inputs and outputs; after the last row, its addresses again.
         entry: Address of the table's entry.
-        following: Address of what is read next.
+        following: Address of what is read next, or 0.
     """
     about = words(entry, ENTRY_WORDS)
     a, b, rank, is_bf16 = about[0], about[1], about[2], about[3] >> 32 != 0
     if rank == 0:
         return
+    if following == 0:
+        following = a
     scale = floats(entry + _SCALE_AT, 1)[0]
     size = 2 if is_bf16 else 4
     width = (rank + LANES - 1) // LANES * LANES
@@ -255,10 +257,9 @@ def _add_low_rank(xs, num, k, entry, ys, n, following):  # type: ignore[no-untyp
         column += 4 * LANES
     while column + LANES <= n:
         at = b + column * size
-        if num == 1:
-            _expand_one_16(low_at, stride, rank, at, n * size, outputs, column * 4, following, is_bf16)
-        else:
-            _expand_rows_16(low_at, stride, rank, at, n * size, outputs, column * 4, following, is_bf16)
+        for row in range(num):
+            low_row, output = low_at + row * stride, outputs + row * 8
+            _expand_one_16(low_row, stride, rank, at, n * size, output, column * 4, following, is_bf16)
         column += LANES
     if column < n:
         for row in range(num):
@@ -270,7 +271,7 @@ def _add_low_rank(xs, num, k, entry, ys, n, following):  # type: ignore[no-untyp
 
 @njit(nogil=True)
 def _rows_of_tile(rows):  # type: ignore[no-untyped-def]
-    return max(1, rows // _TILES)
+    return min(max(1, rows // _TILES), _MOST_IN_TILE)
 
 
 def _adapt(tile, x, x_stride, k, adapters_at, table, out, out_stride, n, rows_at):  # type: ignore[no-untyped-def]
@@ -324,6 +325,12 @@ def _group_of(pair, offsets, group):  # type: ignore[no-untyped-def]
     return low
 
 
+@njit(nogil=True)
+def _entry_of(group, num_slots, copies):  # type: ignore[no-untyped-def]
+    """Return the bytes from the table's begin to the entry of a group with an adapter."""
+    return ((group % copies - 1) * num_slots + group // copies) * _ENTRY_BYTES
+
+
 def _adapt_pairs(  # type: ignore[no-untyped-def]
     tile, x, x_stride, row_of, k, offsets_at, num_slots, copies, count_at, table, out, out_stride, n,
 ):  # fmt: skip
@@ -346,30 +353,23 @@ def _adapt_pairs(  # type: ignore[no-untyped-def]
     group = _group_of(pair, offsets, 0)
     xs, ys = np.empty(_ROWS, np.int64), np.empty(_ROWS, np.int64)
     while pair < end:
-        copy, entry = (
-            group % copies,
-            table + ((group % copies - 1) * num_slots + group // copies) * _ENTRY_BYTES,
-        )
-        last = min(end, offsets[group + 1])
-        if copy > 0:
+        has_adapter, last = group % copies > 0, min(end, offsets[group + 1])
+        if has_adapter:
             last = min(last, pair + _ROWS)
         following, following_group = 0, group
         if last < end:
             following_group = _group_of(last, offsets, group)
             if following_group % copies > 0:
-                place = following_group % copies - 1
-                following = words(table + (place * num_slots + following_group // copies) * _ENTRY_BYTES, 1)[
-                    0
-                ]
-        if copy > 0:
-            num = last - pair
+                following = words(table + _entry_of(following_group, num_slots, copies), 1)[0]
+        if has_adapter:
             for each in range(_ROWS):
                 at = min(pair + each, last - 1)
                 row = at
                 if row_of != 0:
                     row = words(row_of, at + 1)[at]
                 xs[each], ys[each] = x + row * x_stride, out + at * out_stride
-            _add_low_rank(xs, num, k, entry, ys, n, following)
+            entry = table + _entry_of(group, num_slots, copies)
+            _add_low_rank(xs, last - pair, k, entry, ys, n, following)
         pair, group = last, following_group
     return 0
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from server.front.errors import CutOffError
+from server.front.errors import FrontCutOffError
 from server.front.requests import Requests
 from server.front.routing.loads import RankLoads
 from server.front.routing.moves import Moves
@@ -111,7 +111,7 @@ class FollowingFront:
         regard to them."""
         if self._state is not None:
             self._state = None
-            self._requests.fail_open(CutOffError(503, _UNREACHABLE, headers={"Retry-After": "1"}))
+            self._requests.fail_open(FrontCutOffError(503, _UNREACHABLE, headers={"Retry-After": "1"}))
         self._board.set(Cell.APPLIED, 0)
 
     def _apply(self, state: ServiceState) -> None:

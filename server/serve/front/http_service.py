@@ -20,10 +20,11 @@ from server.api.openai.batches.routes import batch_routes, file_routes
 from server.api.openai.batches.runs import BatchRuns, LinePlaces
 from server.api.openai.chat import chat_routes
 from server.api.openai.completions import completion_routes
-from server.api.openai.responses.copied_runs import RunCopies, RunsOfOthers
 from server.api.openai.responses.kept import ResponseStore
 from server.api.openai.responses.left_runs import FOLDER, LeftRuns
 from server.api.openai.responses.routes import new_response_id, responses_routes
+from server.api.openai.responses.run_copies import RunCopies
+from server.api.openai.responses.runs_of_others import RunsOfOthers
 from server.api.sglang.generate import generate_routes
 from server.api.sglang.service_routes import service_routes
 from server.api.tokenize import tokenize_routes

@@ -15,7 +15,7 @@ import httpx
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from server.api.openai.responses.copied_runs import PATH as LEFT_RUNS
+from server.api.openai.responses.run_copies import PATH as LEFT_RUNS
 from server.front.adapters.registry import Adapters
 from server.front.events import EventLog
 from server.front.journal import Journal

@@ -26,7 +26,7 @@ from server.api.blocks import DraftChunks, Event, named_events
 from server.api.openai.responses.answer import ResponseDraft
 from server.api.schemas import ChatMessage
 from server.api.streaming import KEEP_ALIVE_S, EventSender
-from server.front.errors import ApiError, CutOffError, bad_request, failed
+from server.front.errors import ApiError, FrontCutOffError, bad_request, failed
 from server.front.generations import Answer, ClientGone
 from server.http.kept_stream import KeptStream
 from server.http.shares import Shares
@@ -138,7 +138,7 @@ class BackgroundRun:
             while pieces := await self._answer.next():
                 for _, piece in pieces:
                     self._add(self._chunks.feed(piece))
-        except CutOffError:
+        except FrontCutOffError:
             self.is_cut_off = True
         except ApiError as failure:
             self._add(self.draft.fail(failure))

@@ -8,10 +8,11 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+from server.api.openai.responses.run_copies import RunCopies
 from server.machine.whole_files import replace_text
 
 FOLDER = "background"  # as in `folder_of`
@@ -33,16 +34,6 @@ class LeftRun(NamedTuple):
         return str(self.response["id"])
 
 
-class Copies(Protocol):
-    """Copies of the runs on another node."""
-
-    async def keep(self, response_id: str, run: str) -> bool: ...
-
-    def drop(self, response_id: str) -> None: ...
-
-    def claim(self, response_ids: Iterable[str]) -> None: ...
-
-
 async def _leave(_run: LeftRun) -> None:
     """Do nothing: no route runs it again."""
 
@@ -50,7 +41,7 @@ async def _leave(_run: LeftRun) -> None:
 class LeftRuns:
     """The files of the runs that have not ended."""
 
-    def __init__(self, directory: Path, copies: Copies | None = None) -> None:
+    def __init__(self, directory: Path, copies: RunCopies | None = None) -> None:
         """Read the runs that an earlier front left, if any."""
         directory.mkdir(mode=0o700, exist_ok=True)
         self._directory, self._copies = directory, copies

@@ -183,16 +183,16 @@ async def _start(
     return run
 
 
-async def _run_again(left: LeftRun, runs: LeftRuns, parts: _Parts) -> None:
+async def _run_again(run: LeftRun, left: LeftRuns, parts: _Parts) -> None:
     """Run a background response again, unless the leading front has taken it over. Wait until the service is ready."""
-    body, response_id = ResponsesRequest.model_validate(left.body), left.response_id
-    parts.store.put(left.response, left.messages, left.owner)
-    if await runs.is_taken(left):
+    body, response_id = ResponsesRequest.model_validate(run.body), run.response_id
+    parts.store.put(run.response, run.messages, run.owner)
+    if await left.is_taken(run):
         parts.store.discard(response_id)
     while parts.store.is_running(response_id):  # until it is cancelled or deleted
         try:
             turn = await ChatTurn.open(
-                chat_request(body, left.messages),
+                chat_request(body, run.messages),
                 parts.model,
                 parts.requests,
                 request_id=response_id,
@@ -203,16 +203,16 @@ async def _run_again(left: LeftRun, runs: LeftRuns, parts: _Parts) -> None:
                 await asyncio.sleep(_RETRY_S)
                 continue
             error = {"code": "server_error", "message": failure.message}
-            parts.store.put({**left.response, "status": "failed", "error": error}, left.messages, left.owner)
+            parts.store.put({**run.response, "status": "failed", "error": error}, run.messages, run.owner)
             break
         if not parts.store.is_running(response_id):
             turn.answer.close()
             break
         draft = _draft(body, parts.model.check_name(body.model), turn)
-        draft.response["created_at"] = left.response["created_at"]
-        await _start(body, turn, draft, left.messages, left.owner, parts)
+        draft.response["created_at"] = run.response["created_at"]
+        await _start(body, turn, draft, run.messages, run.owner, parts)
         return
-    runs.forget(response_id)
+    left.forget(response_id)
 
 
 async def _cancel(response_id: str, parts: _Parts) -> Response:

@@ -175,7 +175,7 @@ def on_others() -> Iterator[tuple[str, int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "arch"), on_others())
+@pytest.mark.parametrize(("name", "arch"), list(on_others()))
 def test_kernels_stay_within_their_budget_on_other_gpus(name: str, arch: int, tmp_path: Path) -> None:
     check_budget(KERNELS[name], tmp_path, arch)
 

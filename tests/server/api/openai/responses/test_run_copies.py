@@ -7,8 +7,9 @@ from pathlib import Path
 
 import httpx
 
-from server.api.openai.responses.copied_runs import RunCopies, RunsOfOthers
 from server.api.openai.responses.left_runs import FOLDER, LeftRun, LeftRuns
+from server.api.openai.responses.run_copies import RunCopies
+from server.api.openai.responses.runs_of_others import RunsOfOthers
 from tests.server.api.openai.responses.test_left_runs import run_named, settled
 
 
