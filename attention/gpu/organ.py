@@ -106,7 +106,9 @@ def attend(
         return _decode_latents(module, query_PHD, pages, layer, scaling)[None], None
     if shape.latent and _absorbs_prompts(step):
         return _mixed_latents(module, query_PHD, pages, layer, scaling)[None], None
-    out_PHV = (query_PHD.new_empty if step.is_decode_only else query_PHD.new_zeros)(P, H, value_dim)
+    out_PHV = query_PHD.new_empty(P, H, value_dim)
+    if not step.is_decode_only:  # no kernel for prompts writes padded rows
+        out_PHV[0 if step.has_fixed_shape else step.num_tokens :].zero_()
     of_decodes = slice(0, step.decode_rows)
     if shape.latent:
         if of_decodes.stop:

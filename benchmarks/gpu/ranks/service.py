@@ -53,9 +53,9 @@ def run(setting: Setting, unit: str) -> Iterator[Row]:
     """Start a service and measure it."""
     clients = _TINY_CLIENTS if setting.is_tiny else _CLIENTS
     options = ["--batch-invariant", "--max-num-seqs", str(_COMPARED)] if unit == _INVARIANT else []
-    device = (
-        ["--device", "cpu", "--kv-cache-memory", "256M"] if setting.is_interpreted else ["--device", "cuda"]
-    )
+    device = ["--device", "cpu" if setting.is_interpreted else "cuda"]
+    if setting.is_interpreted or unit == _INVARIANT:  # leaves memory for other units at the same time
+        device += ["--kv-cache-memory", "256M"]
     common = ["-dp", "1", "--max-model-len", str(_MOST_LEN), "--served-model-name", "m"]
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "log").open("wb") as log:
         model = Path(folder) / "model"
