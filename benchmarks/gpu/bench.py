@@ -165,6 +165,7 @@ class Call:
         oracle: The same in float32 and plain torch. control: the answer for other inputs; the kernel's must be far from it.
         num_bytes: Bytes that must at least move through memory. operations: operations of the matrix units.
         peers: Other kernels for the same inputs, by name.
+        bounds: Allowed error and worst difference, of quantised results. None: those of the activations' type.
     """
 
     run: Callable[[], Any]
@@ -174,6 +175,7 @@ class Call:
     operations: int = 0
     rate: str = "bf16_tflops"  # the ceiling for operations
     peers: Mapping[str, Callable[[], object]] = field(default_factory=dict)
+    bounds: tuple[float, float] | None = None
     prepare: Callable[[], object] = bool  # does nothing
     result: Callable[[Any], Tensor] = torch.Tensor.detach  # the outcome itself
 
@@ -207,7 +209,7 @@ def check(bench: Bench, name: str, make: MakeCall) -> Row:
     repeats = torch.equal(first, second)
     error, worst = distance(second, call.oracle())
     control, _ = distance(second, call.control())
-    bound, worst_bound = ERROR[bench.dtype], WORST[bench.dtype]
+    bound, worst_bound = call.bounds or (ERROR[bench.dtype], WORST[bench.dtype])
     is_right = repeats and error <= bound and worst <= worst_bound and control >= CONTROL_TIMES * bound
     figures = {"error": error, "bound": bound, "worst": worst, "worst bound": worst_bound, "control": control}
     return Row(

@@ -36,11 +36,12 @@ def decode_call(
     contexts: Sequence[int],
     with_peers: bool = False,
     is_invariant: bool = False,
+    split_tokens: int | None = None,
     **options: Any,
 ) -> Call:
     """Build a call with one query token per sequence over its pages; `options` are the kernel's.
 
-    With `is_invariant`, bits do not depend on the batch, as with --batch-invariant.
+    With `is_invariant`, bits do not depend on the batch, as with --batch-invariant. `split_tokens` is for `DecodeScratch`.
     """
     generator, S = bench.generator(seed), len(contexts)
     table_SM = _table(bench, generator, contexts)
@@ -56,6 +57,7 @@ def decode_call(
         max_tokens=_longest(contexts),
         device=bench.device,
         is_invariant=is_invariant,
+        split_tokens=split_tokens,
     )
     out = torch.empty_like(query)
     run = functools.partial(

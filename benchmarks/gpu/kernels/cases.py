@@ -1,7 +1,8 @@
 """Kernels that a day checks and times, and their shapes: tables of names and makers, for real and tiny shapes.
 
 The goals: paged decode attention at 85 % of the copy's bandwidth, the grouped
-GEMM 1.1 times as fast as torch's below 64 rows per expert and at 85 % of the matrix rate from 1,024 rows.
+GEMM 1.1 times as fast as torch's below 64 rows per expert and at 85 % of the matrix rate from 1,024 rows, and FP8 products
+of many rows at two thirds of the speed of cuBLAS for a dense product.
 """
 
 import dataclasses
@@ -22,11 +23,19 @@ from benchmarks.gpu.kernels.attention_calls import (
     latent_maker,
     prefill_maker,
 )
-from benchmarks.gpu.kernels.expert_calls import FORMS, decoded_maker, grouped_maker, uneven_maker
+from benchmarks.gpu.kernels.expert_calls import (
+    FORMS,
+    decoded_maker,
+    grouped_maker,
+    uneven_counts,
+    uneven_maker,
+)
+from benchmarks.gpu.kernels.fp8_calls import fp8_call, fp8_maker
 from benchmarks.gpu.kernels.row_calls import (
     DEEPSEEK_ROUTING,
     GPT_OSS_ROUTING,
     QWEN3_ROUTING,
+    linear_call,
     norm_call,
     rotary_call,
     routing_call,
@@ -79,6 +88,7 @@ def sampling_call(
 _CONTEXTS = (1, 15, 16, 17, 511, 513, 2048, 4097)  # on both sides of blocks and splits
 _SPANS = ((0, 300), (37, 1), (512, 200), (1000, 65))
 _FEW_ROWS, _MANY_ROWS = 64, 1024  # there are goals below the first and from the second on
+_MANY_FP8_ROWS = 256
 
 
 class TimedCase(NamedTuple):
@@ -114,9 +124,15 @@ def checked_cases(setting: Setting) -> dict[str, MakeCall]:
             for is_decode in (True, False):
                 tile = "decode" if is_decode else "prefill"
                 cases[f"grouped {model} {side}, {tile} tile"] = uneven_maker(shape, side, is_decode=is_decode)
+    uneven_fp8 = partial(
+        fp8_call, shape=models.DEEPSEEK_EXPERTS, counts=uneven_counts(models.DEEPSEEK_EXPERTS)
+    )
     return {
         **cases,
         **_quantised(models.SMALL_QUANTISED, (True, False)),
+        "fp8 rows deepseek up": partial(uneven_fp8, side="up"),
+        "fp8 rows deepseek down": partial(uneven_fp8, side="down"),
+        "linear qwen3 output": partial(linear_call, rows=5, out_dim=2048, in_dim=4096),
         "routing qwen3": partial(routing_call, rows=300, experts=128, routing=QWEN3_ROUTING),
         "routing gpt-oss": partial(routing_call, rows=300, experts=32, routing=GPT_OSS_ROUTING),
         "routing deepseek": partial(routing_call, rows=300, experts=256, routing=DEEPSEEK_ROUTING),
@@ -143,6 +159,8 @@ def timed_cases(setting: Setting) -> dict[str, list[TimedCase]]:
     return {
         "decode qwen3": _decodes(),
         **{f"grouped {model} {side}": _grouped(shape, side) for model, shape in models.EXPERTS.items() for side in ("up", "down")},
+        **{f"fp8 rows deepseek {side}": _fp8(side) for side in ("up", "down")},
+        "batch-invariant": _invariant(),
         "latents deepseek": [
             TimedCase(f"latents b{batch} at {context}", latent_maker(models.DEEPSEEK, batch, context))
             for batch, context in ((1, 2048), (32, 2048), (128, 2048), (1, 32768), (32, 32768))
@@ -190,6 +208,38 @@ def _grouped(shape: ExpertShape, side: str) -> list[TimedCase]:
             goals = {"of_rate": 0.85}
         cases.append(TimedCase(f"{side}, {rows} rows per expert", grouped_maker(shape, rows, side), goals))
     return cases
+
+
+def _fp8(side: str) -> list[TimedCase]:
+    return [
+        TimedCase(
+            f"{side}, {rows} rows per expert", fp8_maker(models.DEEPSEEK_EXPERTS, rows, side),
+            {"x scaled_mm": 1 / 1.5} if rows >= _MANY_FP8_ROWS else {},
+        )
+        for rows in (1, 16, 32, 64, 96, 256, 1024)
+    ]  # fmt: skip
+
+
+def _invariant() -> list[TimedCase]:
+    """Return the kernels that differ with --batch-invariant. Shorter splits would fill a GPU with a small batch."""
+    attention = partial(decode_call, shape=models.QWEN3, is_invariant=True)
+    return [
+        *(
+            TimedCase(
+                f"qwen3 b{batch} at 2048, splits of {tokens}",
+                partial(attention, contexts=[2048] * batch, split_tokens=tokens),
+            )
+            for tokens in (256, 128)
+            for batch in (1, 8, 32, 128, 256)
+        ),
+        *(
+            TimedCase(
+                f"linear {words}, {rows} rows", partial(linear_call, rows=rows, out_dim=out_dim, in_dim=4096)
+            )
+            for words, out_dim in (("qwen3 output", 2048), ("gpt-oss output", 2880))
+            for rows in (1, 8, 32)
+        ),
+    ]
 
 
 def _prefills() -> list[TimedCase]:
@@ -244,6 +294,8 @@ def _tiny_checked() -> dict[str, MakeCall]:
         "grouped up": uneven_maker(models.TINY_BIASED, "up", is_decode=True),
         "grouped down": uneven_maker(models.TINY_EXPERTS, "down", is_decode=False),
         **_quantised(models.TINY_QUANTISED, (True,)),
+        "fp8 rows up": partial(fp8_call, shape=models.TINY_FP8, counts=[3, 40], side="up"),
+        "fp8 rows down": partial(fp8_call, shape=models.TINY_FP8, counts=[3, 200], side="down"),
         **_tiny_rows(),
     }
 
@@ -267,6 +319,7 @@ def _tiny_rows() -> dict[str, MakeCall]:
             routing=replace(DEEPSEEK_ROUTING, choices=3, groups=4, groups_chosen=2),
         ),
         "norm": partial(norm_call, rows=3, hidden=48),
+        "linear": partial(linear_call, rows=3, out_dim=32, in_dim=48),
         "rotary": partial(rotary_call, rows=3, heads=2, kv_heads=1, dim=16),
         "write": partial(write_call, rows=5, kv_heads=2, dim=24),
         "permute": partial(permute_call, rows=5, choices=2, slots=3),

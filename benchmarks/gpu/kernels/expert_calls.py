@@ -57,7 +57,7 @@ def grouped_call(
     generator, gate = bench.generator(seed), shape.gate if side == "up" else "none"
     height, K = sides_of(shape, side)
     N = height // 2 if side == "up" else height
-    weights = _draw(bench, generator, shape, height, K)
+    weights = draw_experts(bench, generator, shape, height, K)
     biases = bench.normal(generator, shape.slots, height) if shape.has_bias else None
     places = torch.randperm(shape.slots, generator=generator, device=bench.device).int()
     offsets = [sum(counts[:slot]) for slot in range(shape.slots + 1)]
@@ -98,9 +98,8 @@ def decoded_maker(shape: ExpertShape, touched: int, side: str) -> MakeCall:
 
 
 def uneven_maker(shape: ExpertShape, side: str, *, is_decode: bool) -> MakeCall:
-    """Return a maker with slots of no rows, one row and many rows, using the device's tile for a kind of step."""
-    counts = [(0, 1, 5, 17)[slot % 4] for slot in range(shape.slots)]
-    counts[-1] = 70
+    """Return a maker with uneven loads, using the device's tile for a kind of step."""
+    counts = uneven_counts(shape)
     num_pairs = 0 if is_decode else MANY_ROWS * shape.slots
 
     def make(bench: Bench, seed: int) -> Call:
@@ -110,6 +109,13 @@ def uneven_maker(shape: ExpertShape, side: str, *, is_decode: bool) -> MakeCall:
     return make
 
 
+def uneven_counts(shape: ExpertShape) -> list[int]:
+    """Return the rows of each slot: none, one, or many."""
+    counts = [(0, 1, 5, 17)[slot % 4] for slot in range(shape.slots)]
+    counts[-1] = 70
+    return counts
+
+
 def sides_of(shape: ExpertShape, side: str) -> tuple[int, int]:
     """Return out and in features of a layer's first product (gate and up together) or its second."""
     return (2 * shape.inner, shape.hidden) if side == "up" else (shape.hidden, shape.inner)
@@ -117,7 +123,7 @@ def sides_of(shape: ExpertShape, side: str) -> tuple[int, int]:
 
 def no_experts(bench: Bench, shape: ExpertShape, side: str) -> PlacedWeights:
     """Return stored weights of zero experts."""
-    return _draw(bench, bench.generator(0), shape._replace(slots=0), *sides_of(shape, side))
+    return draw_experts(bench, bench.generator(0), shape._replace(slots=0), *sides_of(shape, side))
 
 
 def gated(x_PN: Tensor, gate: str) -> Tensor:
@@ -132,7 +138,9 @@ def gated(x_PN: Tensor, gate: str) -> Tensor:
     return (right + 1) * left * torch.sigmoid(1.702 * left)
 
 
-def _draw(bench: Bench, generator: torch.Generator, shape: ExpertShape, height: int, K: int) -> PlacedWeights:
+def draw_experts(
+    bench: Bench, generator: torch.Generator, shape: ExpertShape, height: int, K: int
+) -> PlacedWeights:
     """Draw experts with values near 1 / sqrt(K), and the scales and zeros of their format."""
     if shape.form == "plain":
         return PlacedWeights(bench.normal(generator, shape.slots, height, K, spread=K**-0.5))

@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from attention.gpu.rotary import Rotation, rotate
-from benchmarks.gpu.bench import Bench, Call, bytes_of
+from benchmarks.gpu.bench import Bench, Call, bytes_of, spoiling
 from kvcache.gpu.write import write_pages
 from moe.gpu.norm import rms_norm
+from moe.gpu.products.linear_rows import LinearTile, multiply_rows_alike
 from moe.gpu.routing import route
 from moe.routing import Routing
 
@@ -39,6 +40,27 @@ def norm_call(bench: Bench, seed: int, *, rows: int, hidden: int) -> Call:
         control=functools.partial(oracle, 1),
         num_bytes=2 * bytes_of(x),
         peers={"torch": functools.partial(functional.rms_norm, x, (hidden,), weight, EPS)},
+    )
+
+
+def linear_call(
+    bench: Bench, seed: int, *, rows: int, out_dim: int, in_dim: int, tile: LinearTile | None = None
+) -> Call:
+    """Build a call of a linear layer with --batch-invariant. The peer is cuBLAS, which has other bits for other numbers of rows."""
+    generator = bench.generator(seed)
+    x, weight = (
+        bench.normal(generator, rows, in_dim),
+        bench.normal(generator, out_dim, in_dim, spread=in_dim**-0.5),
+    )
+    out = x.new_empty(rows, out_dim)
+    return Call(
+        run=functools.partial(multiply_rows_alike, x, weight, out=out, tile=tile),
+        prepare=spoiling(out),
+        oracle=lambda: x.float() @ weight.float().T,
+        control=lambda: x.float() @ weight.float().roll(1, 0).T,
+        num_bytes=bytes_of(x, weight, out),
+        operations=2 * rows * out_dim * in_dim,
+        peers={"cublas": functools.partial(functional.linear, x, weight)},
     )
 
 

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from triton.errors import TritonError
 
 from attention.gpu.decode import decode_tile
@@ -22,9 +23,13 @@ from attention.gpu.tiles import shape_key
 from benchmarks.gpu.bench import Bench, MakeCall, check, num_copies, time_calls
 from benchmarks.gpu.kernels.attention_calls import decode_call, latent_call, prefill_call
 from benchmarks.gpu.kernels.expert_calls import grouped_call, no_experts
+from benchmarks.gpu.kernels.fp8_calls import fp8_call, fp8_experts
+from benchmarks.gpu.kernels.row_calls import linear_call
 from benchmarks.gpu.ranks import models
 from benchmarks.gpu.ranks.models import AttentionShape, ExpertShape, LatentShape
 from benchmarks.gpu.results import Row, Setting
+from moe.gpu.products import fp8
+from moe.gpu.products.linear_rows import RANGES, LinearTile, linear_tile
 from moe.gpu.products.tiles import FLOW, FlowTile, adds_alike, shape_of, tile_of_launch
 
 Grid = Mapping[str, Sequence[int]]  # values of a tile's fields, to be combined in all ways
@@ -38,13 +43,20 @@ FEW = "grouped_decode"  # name in the table
 _LEAST_ROWS: Grid = {"columns": (32, 64, 128), "inner": (64, 128), "stages": (3, 4, 6)}
 # With at most 128 registers, more programs fit on a multiprocessor.
 _FEW_ROWS: Grid = {"columns": (64, 128), "inner": (64, 128), "stages": (3, 4, 5), "registers": (128, 255)}
-_SOME_ROWS: Grid = {"rows": (16, 32, 64), "columns": (64, 128), "inner": (64, 128), "stages": (3, 4)}
+_SOME_ROWS: Grid = {
+    "rows": (16, 32, 64), "columns": (32, 64, 128), "inner": (64, 128), "stages": (3, 4), "registers": (168, 255),
+}  # fmt: skip
 _MANY_ROWS: Grid = {
     "rows": (64, 128, 256), "columns": (128, 256), "warps": (4, 8), "stages": (3, 4), "registers": (128, 255),
 }  # fmt: skip
 _FLOW_ROWS: Grid = {
     "rows": (64, 128), "columns": (64, 128, 256), "warps": (4, 8), "stages": (3, 4), "programs": (1, 2),
 }  # fmt: skip
+_FP8_ROWS: Grid = {
+    "rows": (64, 128), "group": (4, 8), "warps": (4, 8), "stages": (3, 4), "programs": (1, 2), "loops": (1, 2),
+}  # fmt: skip
+_FEW_FP8_ROWS: Grid = {"columns": (64, 128), "warps": (4, 8), "stages": (3, 4, 5)}
+_LINEAR: Grid = {"columns": (16, 32, 64), "inner": (128, 256, 512), "warps": (4, 8), "stages": (3, 4, 5, 6)}
 # Rows per expert to time; below 1, a share of the experts has one.
 _RANGES: Mapping[str, tuple[tuple[float, ...], Grid]] = {
     "grouped_few": ((0.125,), _LEAST_ROWS),
@@ -83,6 +95,8 @@ def tuned(setting: Setting, bench: Bench) -> dict[str, Tuned]:
             "latents tiny": _latents(bench, models.TINY_LATENT, [(1, 20)], {"heads": (16, 32)}),
             "prefill tiny": _prefill(bench, models.TINY_ATTENTION, [(4, 8)], {"tokens": (16, 32)}),
             "grouped tiny": _grouped(bench, FEW, models.TINY_EXPERTS, "up", [2], {"warps": (4, 8)}),
+            "fp8 tiny": _fp8(bench, models.TINY_FP8, "up", 0, (2,), {"warps": (4, 8)}),
+            "linear tiny": _linear(bench, 32, 48, {"warps": (2, 4)}),
         }
     decodes, prefills = [(1, 2048), (32, 2048), (256, 2048), (1, 32768)], [(0, 4096), (6144, 2048)]
     return {
@@ -98,6 +112,15 @@ def tuned(setting: Setting, bench: Bench) -> dict[str, Tuned]:
             for model, shape in models.EXPERTS.items()
             for side in ("up", "down")
             for kernel, (rows, grid) in _RANGES.items()
+        },
+        **{
+            f"fp8_{least} deepseek {side}": _fp8(bench, models.DEEPSEEK_EXPERTS, side, least, rows)
+            for side in ("up", "down")
+            for least, rows in zip(fp8.LEVELS, ((1, 16), (32, 64), (96, 256)), strict=True)
+        },
+        **{
+            f"linear {words}": _linear(bench, out_dim, 4096)
+            for words, out_dim in (("qwen3 output", 2048), ("gpt-oss output", 2880))
         },
     }
 
@@ -144,6 +167,28 @@ def _grouped(
         if adds_alike(tile, choice, like.format, like.in_dim, has_gate=has_gate)
     ]
     return Tuned(kernel, shape_of(like), choice, others, workloads)
+
+
+def _fp8(
+    bench: Bench, shape: ExpertShape, side: str, least: int, rows: Sequence[int], grid: Grid | None = None
+) -> Tuned:
+    """Build a case of products in FP8. least: of `fp8.LEVELS`; rows: numbers of rows per expert from there on."""
+    like = fp8_experts(bench, shape._replace(slots=0), side)
+    choice = fp8.choose_tile(least, like, shape.gate if side == "up" else "none")
+    grid = grid or (_FP8_ROWS if isinstance(choice, fp8.Fp8FlowTile) else _FEW_FP8_ROWS)
+    workloads = [
+        partial(fp8_call, shape=shape, counts=_spread(count, shape.slots), side=side) for count in rows
+    ]
+    return Tuned(f"fp8_{least}", shape_of(like), choice, _others(choice, grid), workloads)
+
+
+def _linear(bench: Bench, out_dim: int, in_dim: int, grid: Grid = _LINEAR) -> Tuned:
+    """Build a case of a linear layer of few rows with --batch-invariant."""
+    weight = torch.empty(out_dim, in_dim, dtype=bench.dtype, device=bench.device)
+    choice: LinearTile = linear_tile(1, weight)
+    workloads = [partial(linear_call, rows=rows, out_dim=out_dim, in_dim=in_dim) for rows in (1, 8)]
+    key = shape_key(bench.dtype, N=out_dim, K=in_dim)
+    return Tuned(RANGES[0].kernel, key, choice, _others(choice, grid), workloads)
 
 
 def _spread(rows: float, slots: int) -> list[int]:

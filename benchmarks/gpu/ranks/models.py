@@ -99,6 +99,7 @@ TINY_EXPERTS = ExpertShape(4, 64, 32, "silu")
 TINY_BIASED = ExpertShape(3, 32, 48, "swiglu_oai", has_bias=True)
 SMALL_QUANTISED = ExpertShape(8, 2048, 768, "silu")  # in any form
 TINY_QUANTISED = ExpertShape(2, 256, 32, "silu")
+TINY_FP8 = ExpertShape(2, 256, 128, "silu", form="fp8")
 
 
 MODELS = ("qwen3", "gpt-oss", "deepseek")  # timed and checked
