@@ -12,9 +12,13 @@ ALL = [pytest.param(None, id="plain"), *FORMATS]
 
 
 def quantised(x: Tensor, codes: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Quantise finite rows [..., D]. Return codes of this type, and scales [..., 1]."""
+    """Quantise finite rows [..., D]. Return codes of this type, and scales [..., 1].
+
+    Both operands of a division are tensors on the rows' device. Torch turns a division by a number (on a GPU) or of a number
+    into a product with a rounded reciprocal, which can differ in the last bit.
+    """
     top = x.abs().amax(-1, keepdim=True)
-    largest = 127.0 if codes is INT8 else 448.0
+    largest = top.new_tensor(127.0 if codes is INT8 else 448.0)
     is_seen = top >= 1e-30
     scaled = torch.where(is_seen, x * (largest / top), 0.0)
     return (scaled.round() if codes is INT8 else scaled).to(codes), torch.where(is_seen, top / largest, 0.0)
