@@ -105,7 +105,7 @@ def open_engine(directory: Path, batch: int, options: argparse.Namespace, *, num
     return assemble(
         EngineConfig(
             directory=directory, kv_cache_bytes=1 << 28, max_model_len=options.context + 2, max_num_seqs=max(batch, 16),
-            threads=options.threads, load_format="random", enable_lora=num_places > 0, max_loras=max(num_places, 1),
+            threads=options.threads, load_format="dummy", enable_lora=num_places > 0, max_loras=max(num_places, 1),
             lora_dtype=options.lora_dtype, dtype=options.dtype,
         ),
         NoDoorbell(),

@@ -93,7 +93,7 @@ def open_engine(
     built = assemble(
         EngineConfig(
             directory=directory, kv_cache_bytes=1 << 30, max_model_len=options.context + 2, max_num_seqs=batch,
-            threads=options.threads, load_format="random",
+            threads=options.threads, load_format="dummy",
             speculative_config=SpeculativeConfig(method=Method.MTP, num_drafts=1),
         ),
         NoDoorbell(),

@@ -64,6 +64,7 @@ class EngineSettings:
     """
 
     threads: int | None = None
+    load_format: str = "auto"  # the directory's safetensors; "dummy": see `moe.load.random_checkpoint`
     dtype: str = "auto"
     quantization: str | None = None  # int8 or int4, applied while loading
     activation_dtype: str = (
@@ -153,7 +154,6 @@ class EngineConfig(EngineSettings):
     world_size: int = 1
     num_local_ranks: int = 1  # ranks on this rank's host, which share its memory
     device: str = "cpu"  # see `scheduler.step.parts`
-    load_format: str = "auto"  # the directory's safetensors; "random": see `moe.load.random_checkpoint`
     compiler: str = "inductor"  # backend of torch.compile
     # Experts that may move to a rank at once; a GPU reserves memory for them. None is one layer's slots, or 0 if alone.
     num_spare: int | None = None

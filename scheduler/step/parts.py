@@ -11,6 +11,7 @@ import logging
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from dispatch.dispatched import TokenDispatcher
@@ -23,6 +24,7 @@ from dispatch.wires.open import open_wire
 from kvcache.paged_cache import PagedCache
 from moe.backend import Backend
 from moe.cpu.backend import CPU
+from moe.families import read_config
 from moe.load.checkpoint import Checkpoint
 from moe.load.loader import Report
 from moe.load.random_checkpoint import RandomCheckpoint
@@ -170,12 +172,21 @@ def open_checkpoint(config: EngineConfig, skeleton: Skeleton) -> Checkpoint:
     """
     if config.load_format == "auto":
         return Checkpoint(config.directory)
-    if config.load_format != "random":
-        raise ConfigError(f"load_format is {config.load_format!r}; it must be auto or random")
-    about: dict[str, Any] = {"device": skeleton.backend.device, "dtype": skeleton.backend.model_dtype}
+    if config.load_format != "dummy":
+        raise ConfigError(f"load_format is {config.load_format!r}; it must be auto or dummy")
+    about: dict[str, Any] = {"device": skeleton.backend.device, "dtype": _drawn_dtype(skeleton)}
     if skeleton.quantisation is not None:
         return RandomQuantised(config.directory, skeleton.model, skeleton.quantisation, **about)
     return RandomCheckpoint(config.directory, skeleton.model, **about)
+
+
+def _drawn_dtype(skeleton: Skeleton) -> torch.dtype:
+    """Return the type of random weights. A CPU stores weights as published, although it computes in float32."""
+    if skeleton.backend is not CPU:
+        return skeleton.backend.model_dtype
+    config = read_config(skeleton.directory)
+    published = config.dtype or config.get_text_config(decoder=True).dtype
+    return torch.bfloat16 if published == torch.bfloat16 else CPU.model_dtype
 
 
 def open_lockstep(

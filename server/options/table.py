@@ -85,6 +85,8 @@ _BACKENDS_OF_OTHERS = (
     "flashinfer", "flashinfer_all2allv", "flashinfer_nvlink_two_sided", "flashinfer_nvlink_one_sided", "nixl_ep", "nixl",
     "mori", "mori_low_latency", "mori_high_throughput", "mooncake", "moonep", "none",
 )  # fmt: skip
+# vLLM's values of --load-format that read safetensors files.
+_READERS_OF_SAFETENSORS = ("hf", "safetensors", "fastsafetensors", "runai_streamer", "instanttensor")
 _SHARE = number(lambda share: 0 < share <= 1, "above 0 and at most 1")
 _AT_MOST_A_DAY = number(lambda seconds: 0 < seconds <= 86_400, "above 0 and at most 86400 (a day)")
 
@@ -193,6 +195,15 @@ def _pools(name: str, given: Any) -> str:
 
 def _pool(name: str, given: Any) -> str:
     return check_pool_name(name, text(name, given))
+
+
+def _load_format(name: str, given: Any) -> str:
+    if given not in ("auto", "dummy"):
+        raise OptionsError(
+            f"{name} is {given!r}; it must be auto or dummy: weights are read from safetensors files only (save_pretrained in "
+            "transformers writes them)"
+        )
+    return str(given)
 
 
 def _dispatch_mode(name: str, given: Any) -> DispatchMode:
@@ -490,6 +501,14 @@ class Options:
     engine: EngineSettings = field(default=EngineSettings())
     engine_threads = row(flag(
         RANKS, "--threads", read=whole(1), metavar="N", default_text="cores / local ranks", help="number of threads per rank"
+    ))  # fmt: skip
+    engine_load_format = row(flag(
+        RANKS, "--load-format", read=_load_format, metavar="{auto,dummy}",
+        taken_as=dict.fromkeys(_READERS_OF_SAFETENSORS, "auto"),
+        taken_because="each rank reads its own share of the safetensors files",
+        help="source of the weights: auto reads the model's safetensors files; dummy draws random weights, to measure speed and "
+        "memory before a download: the folder needs config.json and the tokenizer's files only, and answers have no meaning "
+        "(docs/start.md)",
     ))  # fmt: skip
     engine_dtype = row(flag(
         RANKS, "--dtype", read=one_of("auto", "float32", "bfloat16"), metavar="{auto,float32,bfloat16}",

@@ -149,7 +149,7 @@ def engine_config(
         yield EngineConfig(
             directory=Path(folder),
             device=setting.device,
-            load_format="random",
+            load_format="dummy",
             kv_cache_bytes=options.pop("kv_cache_bytes", None) or _cache_bytes(config, setting),
             max_num_seqs=max_num_seqs,
             max_model_len=max_model_len,

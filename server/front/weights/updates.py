@@ -72,6 +72,7 @@ class WeightUpdates:
         *,
         folder: Path,
         model_type: str = "",
+        has_checkpoint: bool = True,
         check: Callable[[FoundWeights], None] | None = None,
         why_not_now: Callable[[], str | None] = lambda: None,
         all_know: Callable[[], bool] = lambda: True,
@@ -84,12 +85,14 @@ class WeightUpdates:
         Args:
             folder: For tensors that clients send. It is made if needed; ranks of all nodes must be able to read it.
             model_type: Of the served model; "" if it is unknown.
+            has_checkpoint: Whether the first weights are those of files. An update replaces random weights completely.
             check: Called in a thread with tensors of an update. It raises `WeightFilesError` if the service cannot take them.
             why_not_now: Returns why an update must not begin now, or None if it may.
             all_know: Returns whether all fronts know the present `labels`.
             on_served: Called when a new version is ordered to serve.
         """
         self._ranks, self._pools, self._folder, self._model_type = ranks, pools, folder, model_type
+        self._has_checkpoint = has_checkpoint
         self._check_found, self._why_not_now = check, why_not_now
         self._all_know = all_know
         self._on_served, self._events, self._clock = on_served, events or EventLog(), clock
@@ -161,6 +164,11 @@ class WeightUpdates:
                 "/abort_weight_update.",
             )
         self.check_label(label)
+        if is_partial and not (self._has_checkpoint or self.serving.hides_checkpoint):
+            raise bad_request(
+                "The weights are random (--load-format dummy), so the first update must have all tensors: send it without `partial`, "
+                "from a folder or as a file."
+            )
         self._num_updates += 1
         uploads = self._folder / f"{time.time_ns()}-{self._num_updates}"
         self._update = Sources(label, uploads, is_partial=is_partial)

@@ -280,17 +280,18 @@ _SERVER = (
 
 SGLANG_FLAGS: tuple[ForeignFlag, ...] = (*_MODEL, *_RANKS, *_STEPS, *_SERVER)
 SAME_AS_SGLANG = (
-    "--model --revision --download-dir --dtype --quantization --device --config --served-model-name --host --port --api-key "
+    "--model --revision --download-dir --load-format --dtype --quantization --device --config --served-model-name --host --port --api-key "
     "--ssl-certfile --ssl-keyfile --chat-template --tokenizer-mode --tool-call-parser --reasoning-parser --data-parallel-size --enable-eplb "
     "--enable-torch-compile --kv-cache-dtype --log-level --log-requests --otlp-traces-endpoint --enable-lora --max-lora-rank --lora-target-modules"
 )
 DIFFERS_FROM_SGLANG = {
+    "--load-format": "auto and safetensors are the same; dummy draws random weights; other formats are not read",
     "--port": "the default is 8000",
     "--kv-cache-dtype": "auto, fp8 (e4m3) and int8, with a scale per token and head",
     "--data-parallel-size": "ranks on this node, each with all attention weights and a share of the experts",
 }
 SHARED_WITH_VLLM = (  # declared in `vllm`
-    "--trust-remote-code --load-format --model-loader-extra-config --model-impl --skip-tokenizer-init "
+    "--trust-remote-code --model-loader-extra-config --model-impl --skip-tokenizer-init "
     "--tensor-parallel-size --pipeline-parallel-size --decode-context-parallel-size --nnodes --node-rank "
     "--dist-init-addr --nccl-port --attention-backend --mamba-backend --disable-custom-all-reduce --cpu-offload-gb "
     "--ep-num-redundant-experts --eplb-rebalance-num-iterations --stream-interval --enable-return-routed-experts --kv-events-config "

@@ -140,13 +140,6 @@ _MODEL = (
     *refused("transformers determines the class from the model's type; leave it out", values="--model-class-overrides"),
     *harmless(
         "each rank reads its own share of the safetensors files",
-        fits=of("auto", "hf", "safetensors", "fastsafetensors", "runai_streamer", "instanttensor"),
-        otherwise="weights are read from safetensors files; save the model in this format (save_pretrained in transformers), and "
-        "use auto",
-        values="--load-format",
-    ),
-    *harmless(
-        "each rank reads its own share of the safetensors files",
         values="--safetensors-load-strategy --safetensors-prefetch-num-threads --safetensors-prefetch-block-size "
         "--model-loader-extra-config --pt-load-map-location --max-parallel-loading-workers",
         lists="--ignore-patterns",
@@ -423,7 +416,7 @@ VLLM_FLAGS: tuple[ForeignFlag, ...] = (
     *_MODEL, *_MEDIA, *_PARALLEL, *_CACHE, *_STEPS, *_ANSWERS, *_SERVER,
 )  # fmt: skip
 SAME_AS_VLLM = (
-    "--model --tokenizer --revision --download-dir --dtype --quantization -q --seed --max-model-len --max-logprobs "
+    "--model --tokenizer --revision --download-dir --load-format --dtype --quantization -q --seed --max-model-len --max-logprobs "
     "--hf-overrides --generation-config --override-generation-config --config --served-model-name --host --port --uds --api-key "
     "--ssl-certfile --ssl-keyfile --root-path --allowed-origins --allowed-methods --allowed-headers --allow-credentials "
     "--shutdown-timeout --chat-template --tokenizer-mode --tool-call-parser --reasoning-parser --enable-per-request-metrics "
@@ -435,6 +428,8 @@ SAME_AS_VLLM = (
     "--language-model-only"
 )
 DIFFERS_FROM_VLLM = {  # flag of the same name -> the difference
+    "--load-format": "auto and the names of readers of safetensors files are the same; dummy draws random weights; other formats are not "
+    "read",
     "--lora-dtype": "auto, float32 or bfloat16; ranks on GPUs store float32",
     "--limit-mm-per-prompt": "the default is 16 images; video and audio are not supported",
     "--mm-processor-cache-gb": "the default is 1; the cache holds the rows of images, in the front's memory",

@@ -87,6 +87,7 @@ class FrontService:
             self.pools,
             folder=kept / "weights" if options.http.weights_dir is None else Path(options.http.weights_dir),
             model_type=_model_type(Path(options.model)),
+            has_checkpoint=options.engine.load_format != "dummy",
             check=partial(check_tower, directory=Path(options.model)) if takes_images(options) else None,
             why_not_now=self._why_paused,
             all_know=self.all_follow,

@@ -11,15 +11,24 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from moe.demo_model.cache import demo_model_path
+from server.machine.versions import version_of
 from server.options.checkpoint import STORED_METHODS, CheckpointOptions
 from server.options.table import Options
-from server.serve.preflight.model import PreflightError, check_quantisation, read_config, resolve_model
+from server.serve.preflight.model import (
+    PreflightError,
+    check_is_moe,
+    check_quantisation,
+    has_random_weights,
+    read_config,
+    resolve_model,
+)
+from server.serve.preflight.random_weights import write_tensors
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 _TOKENIZER_FILES = (
@@ -35,22 +44,30 @@ def with_checkpoint(options: Options) -> Options:
         PreflightError: The model does not exist or has no tokenizer, or --quantization names a format that its weights
             do not have.
     """
-    directory = find_checkpoint(options.model, options.checkpoint)
+    has_weights = options.engine.load_format != "dummy"
+    directory = find_checkpoint(options.model, options.checkpoint, has_weights=has_weights)
     if options.engine.quantization in STORED_METHODS:
         check_quantisation(read_config(directory), directory, asked=options.engine.quantization)
         options = options.with_engine(quantization=None)
     if (directory / CONFIG).is_file():
         check_tokenizer(directory)
+    if not has_weights:
+        directory = _without_weights(directory, has_mtp=options.engine.has_mtp)
     return replace(options, model=str(directory), checkpoint=CheckpointOptions())
 
 
-def find_checkpoint(name: str, options: CheckpointOptions) -> Path:
+def find_checkpoint(name: str, options: CheckpointOptions, *, has_weights: bool = True) -> Path:
     """Return the model's folder with the options' changes, after creating or downloading it if necessary.
+
+    Args:
+        has_weights: Whether files with weights are downloaded.
 
     Raises:
         PreflightError: The model or the tokenizer does not exist or cannot be downloaded.
     """
-    directory = resolve_model(name, revision=options.revision, download_dir=options.download_dir)
+    directory = resolve_model(
+        name, revision=options.revision, download_dir=options.download_dir, has_weights=has_weights
+    )
     if not options.replaces_files:
         return directory
     tokenizer = (
@@ -74,7 +91,7 @@ def merged(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str,
 
 
 def _tokenizer_folder(name: str, download_dir: str | None) -> Path:
-    folder = resolve_model(name, download_dir=download_dir, what="tokenizer")
+    folder = resolve_model(name, download_dir=download_dir, what="tokenizer", has_weights=False)
     if not folder.is_dir() or not any(_tokenizer_files(folder)):
         raise PreflightError(
             f"--tokenizer is {name}, which has no tokenizer; use a folder with tokenizer.json and tokenizer_config.json"
@@ -129,9 +146,48 @@ def _links(directory: Path, tokenizer: Path) -> dict[str, Path]:
     )
 
 
-def _assemble(links: Mapping[str, Path], written: Mapping[str, Any]) -> Path:
+def _without_weights(directory: Path, *, has_mtp: bool) -> Path:
+    """Return a folder of links to a model's files except those with weights, and with the names of random weights.
+
+    The names depend on the versions of the code that builds models, so these are part of the folder's digest.
+    """
+    if has_random_weights(directory):
+        return directory
+    config = read_config(directory)
+    check_is_moe(config, directory)
+    check_quantisation(config, directory, asked=None)
+    links = {
+        name: path
+        for name, path in _links(directory, directory).items()
+        if not name.endswith((".safetensors", ".safetensors.index.json"))
+    }
+    written = {CONFIG: config}
+    if (directory / GENERATION).is_file():
+        links[GENERATION] = directory / GENERATION
+    about = {name: version_of(name) for name in ("wideep", "transformers")}
+    return _assemble(
+        links, written, made_of={**about, "has_mtp": has_mtp},
+        complete=lambda folder: write_tensors(folder, shown=directory, has_mtp=has_mtp),
+    )  # fmt: skip
+
+
+def _assemble(
+    links: Mapping[str, Path],
+    written: Mapping[str, Any],
+    *,
+    made_of: Mapping[str, Any] | None = None,
+    complete: Callable[[Path], None] = lambda _folder: None,
+) -> Path:
+    """Make a folder, unless the cache has it.
+
+    Args:
+        made_of: Further values that decide its content.
+        complete: Writes further files into the new folder.
+    """
     said = {name: str(path.resolve()) for name, path in sorted(links.items())}
-    digest = hashlib.sha256(json.dumps([said, written], sort_keys=True).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(
+        json.dumps([said, written, *([made_of] if made_of else [])], sort_keys=True).encode()
+    ).hexdigest()[:16]
     root = demo_model_path().parent / "checkpoints"
     target = root / digest
     if target.is_dir():
@@ -143,6 +199,11 @@ def _assemble(links: Mapping[str, Path], written: Mapping[str, Any]) -> Path:
             (made / name).symlink_to(path)
         for name, content in written.items():
             (made / name).write_text(json.dumps(content, indent=1), encoding="utf-8")
+        try:
+            complete(made)
+        except PreflightError:
+            shutil.rmtree(made)
+            raise
         _keep_first(made, target)
     except OSError as error:
         raise PreflightError(

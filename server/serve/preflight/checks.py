@@ -41,10 +41,12 @@ from server.serve.preflight.model import (
     check_is_moe,
     check_length,
     check_quantisation,
+    has_random_weights,
     read_config,
     read_headers,
     why_unfit,
 )
+from server.serve.preflight.random_weights import check_random_weights, warn_of_random_weights
 from server.serve.preflight.tiers import check_tiers, note_on_hand_over
 from server.serve.preflight.unix_socket import check_path
 
@@ -71,6 +73,7 @@ def check_start(
     check_choices(options, pool_sizes)
     weights = check_files(options, pool_sizes)
     if has_front:
+        check_random_weights(options)
         check_images(options)
     check_room(options, weights, pool_sizes=pool_sizes, gpu_bytes=gpu_bytes, has_front=has_front)
     if has_front:
@@ -195,11 +198,12 @@ def check_listener(options: Options) -> None:
 
 
 def say_notes(given: Options, options: Options, pools: Sequence[Pool]) -> None:
-    """Log the defaults that a user might not expect.
+    """Log random weights, and the defaults that a user might not expect.
 
     Args:
         given: The options as given. `options`: Those that serve.
     """
+    warn_of_random_weights(options)
     sizes = dict.fromkeys(pool.num_ranks for pool in pools)
     for note in (
         note_on_hand_over(given, options),
@@ -283,7 +287,9 @@ def check_mtp(config: dict[str, Any], directory: Path, options: Options) -> None
     Raises:
         PreflightError: The message names the missing layers, and methods that need none.
     """
-    if not options.engine.has_mtp:
+    if not options.engine.has_mtp or has_random_weights(
+        directory
+    ):  # layers of random weights follow config.json
         return
     if not mtp_names(read_headers(directory), config).layers:
         raise PreflightError(f"--speculative-config: {why_no_mtp(config['model_type'], directory)}")

@@ -29,6 +29,7 @@ from server.serve.preflight.equal import driver_file, driver_version, source_dig
 from server.serve.preflight.memory import available_bytes, gib, usable_cores
 from server.serve.preflight.model import PreflightError, read_config, safetensors_files
 from server.serve.preflight.probe import capacity_of
+from server.serve.preflight.random_weights import check_random_weights
 
 _NEEDED = ("torch", "transformers", "safetensors", "numpy", "numba", "grpcio", "fastapi", "uvicorn")
 _FILES_BESIDES_REQUESTS = 256  # of a front: libraries, logs, pipes
@@ -344,13 +345,12 @@ def check_model(
     try:
         check_choices(options, pool_sizes)
         weights = check_files(options, pool_sizes)
+        check_random_weights(options)
         files = safetensors_files(Path(options.model))
         size = sum(path.stat().st_size for path in files)
         kind = read_config(Path(options.model)).get("model_type", "unknown")
-        yield ok(
-            "model files",
-            f"{kind}, {len(files)} weight file{'s' if len(files) > 1 else ''} of {gib(size)}, complete",
-        )
+        found = f"{len(files)} weight file{'s' if len(files) > 1 else ''} of {gib(size)}, complete"
+        yield ok("model files", f"{kind}, {found if files else 'with random weights'}")
     except PreflightError as error:
         yield failure("model files", str(error))
         return

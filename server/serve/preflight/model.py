@@ -32,7 +32,12 @@ _CONFIG_FILES = ("config.json", "hf_quant_config.json")
 
 
 def resolve_model(
-    name: str, *, revision: str | None = None, download_dir: str | None = None, what: str = "model"
+    name: str,
+    *,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    what: str = "model",
+    has_weights: bool = True,
 ) -> Path:
     """Return the directory of a model, after creating or downloading it if necessary.
 
@@ -40,6 +45,7 @@ def resolve_model(
         revision: Branch, tag or commit of a model on the hub; None means the newest.
         download_dir: Cache folder for models of the hub; None means the hub's own cache.
         what: Word for the model in messages.
+        has_weights: Whether files with weights are downloaded.
 
     Raises:
         PreflightError: The model does not exist or cannot be downloaded.
@@ -51,7 +57,7 @@ def resolve_model(
         return path.resolve()
     if name.startswith((".", "/", "~")) or not _HUB_NAME.fullmatch(name):
         raise PreflightError(f"the {what} path {name} does not exist")
-    return _download(name, revision, download_dir, what)
+    return _download(name, revision, download_dir, what, has_weights=has_weights)
 
 
 def resolve_config(name: str) -> Path:
@@ -92,7 +98,13 @@ def _say_stages() -> Callable[[str, float], None]:
 
 
 def _download(
-    name: str, revision: str | None, download_dir: str | None, what: str, files: Sequence[str] = _HUB_FILES
+    name: str,
+    revision: str | None,
+    download_dir: str | None,
+    what: str,
+    files: Sequence[str] = _HUB_FILES,
+    *,
+    has_weights: bool = True,
 ) -> Path:
     import httpx
     from huggingface_hub import snapshot_download
@@ -104,7 +116,7 @@ def _download(
                 revision=revision,
                 cache_dir=download_dir,
                 allow_patterns=list(files),
-                ignore_patterns=["*.safetensors"] if what == "tokenizer" else None,
+                ignore_patterns=None if has_weights else ["*.safetensors"],
             )
         )
     except (OSError, ValueError, httpx.HTTPError) as error:  # the hub's own errors are one of these
@@ -205,11 +217,20 @@ def check_length(config: dict[str, Any], max_model_len: int | None) -> None:
 
 
 _OTHER_FORMATS = ("*.bin", "*.gguf", "*.pt", "*.pth")
+# File of a folder with random weights: the tensors' types and shapes, in the form of a safetensors header.
+RANDOM_TENSORS = "random_tensors.json"
 _MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
 
 
+def has_random_weights(directory: Path) -> bool:
+    """Return whether a folder is one that `random_weights` has made."""
+    return (directory / RANDOM_TENSORS).is_file()
+
+
 def safetensors_files(directory: Path) -> list[Path]:
-    """Return a checkpoint's files: those in its index or, without an index, all of them."""
+    """Return a checkpoint's files: those in its index or, without an index, all of them. Random weights have none."""
+    if has_random_weights(directory):
+        return []
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         return _indexed_files(index)
@@ -226,6 +247,8 @@ def safetensors_files(directory: Path) -> list[Path]:
 
 def read_headers(directory: Path) -> dict[str, Any]:
     """Return a checkpoint's tensors by name. If two files contain a name, the index decides."""
+    if has_random_weights(directory):
+        return dict(json.loads((directory / RANDOM_TENSORS).read_bytes()))
     index = directory / "model.safetensors.index.json"
     indexed = _weight_map(index) if index.is_file() else {}
     return {

@@ -86,5 +86,5 @@ def test_an_engine_serves_them(name: str, tmp_path: Path) -> None:
     config = CONFIGS[name]
     config.quantization_config = FORMATS[name]
     config.save_pretrained(tmp_path)
-    built = build(tmp_path, load_format="random", max_num_seqs=2)
+    built = build(tmp_path, load_format="dummy", max_num_seqs=2)
     assert len(serve(built, [request("a", [1, 2, 3], max_tokens=6)]).token_ids["a"]) == 6

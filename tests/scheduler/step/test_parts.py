@@ -59,7 +59,7 @@ def test_an_engine_serves_drawn_weights_from_a_folder_that_has_none(tmp_path: Pa
     CONFIG.save_pretrained(tmp_path)
     answers = []
     for _ in range(2):
-        built = build(tmp_path, load_format="random", max_num_seqs=2)
+        built = build(tmp_path, load_format="dummy", max_num_seqs=2)
         answers.append(serve(built, [request("a", [1, 2, 3], max_tokens=6)]).token_ids["a"])
     assert answers[0] == answers[1]
     assert len(answers[0]) == 6
@@ -68,5 +68,5 @@ def test_an_engine_serves_drawn_weights_from_a_folder_that_has_none(tmp_path: Pa
 
 def test_a_format_that_nobody_knows_is_refused(tmp_path: Path) -> None:
     CONFIG.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="load_format is 'dummy'; it must be auto or random"):
-        build(tmp_path, load_format="dummy")
+    with pytest.raises(ConfigError, match="load_format is 'gguf'; it must be auto or dummy"):
+        build(tmp_path, load_format="gguf")

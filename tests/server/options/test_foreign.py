@@ -98,7 +98,7 @@ def test_sentences_name_flags_that_there_are() -> None:
         (["--kv-cache-dtype", "fp8_e4m3"], "--kv-cache-dtype fp8_e4m3 means fp8 here: e4m3 is the only"),
         (["--calculate-kv-scales"], "--calculate-kv-scales has no effect: every token and head"),
         (["--block-size", "16"], "--block-size 16 has no effect: a block has 16 tokens"),
-        (["--load-format=safetensors"], "--load-format safetensors has no effect"),
+        (["--load-format=safetensors"], "--load-format safetensors means auto here: each rank reads"),
         (
             ["--no-trust-remote-code"],
             "--no-trust-remote-code has no effect: code from a checkpoint",
@@ -167,7 +167,7 @@ def test_what_changes_nothing_is_said_in_a_line(words: list[str], note: str) -> 
             "--kv-cache-dtype is 'fp8_e5m2'; it must be one of auto, fp8, int8",
         ),
         (["--block-size", "32"], "--block-size 32: a block has 16 tokens"),
-        (["--load-format", "gguf"], "--load-format gguf: weights are read from safetensors"),
+        (["--load-format", "gguf"], "--load-format is 'gguf'; it must be auto or dummy: weights are read"),
         (
             ["--kv-offloading-size=20", "--kv-offloading-backend=lmcache"],
             "--kv-offloading-backend lmcache: other backends are not supported; WideEP has its own tiers",
