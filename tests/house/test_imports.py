@@ -179,6 +179,7 @@ DEFERRED = {
     "server/serve/launcher.py": "torch is imported while workers start",
     "server/serve/preflight/model.py": "a directory needs neither the demo model's maker nor a hub's client",
     "server/serve/preflight/device.py": "only the child process that looks for GPUs loads torch",
+    "server/serve/preflight/random_weights.py": "only the child process that builds the model loads torch",
     "server/tools/gpu_rates.py": "only the child process that looks for GPUs loads torch",
     "server/tools/bench/prompts.py": "only --tokenizer reads a tokenizer here, and transformers takes seconds to load",
     "server/http/observability/tracing.py": "OpenTelemetry is optional: its packages are loaded only if traces are sent",

@@ -42,9 +42,9 @@ def write_tensors(folder: Path, *, shown: Path, has_mtp: bool) -> None:
         )  # fmt: skip
         answer = json.loads(found.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
-        said = (getattr(error, "stderr", "") or "").strip().splitlines()
+        lines = (getattr(error, "stderr", "") or "").strip().splitlines()
         raise PreflightError(
-            f"--load-format dummy: the tensors of {shown} cannot be listed: {said[-1] if said else error}"
+            f"--load-format dummy: the tensors of {shown} cannot be listed: {lines[-1] if lines else error}"
         ) from error
     if problem := answer.get("problem"):
         raise PreflightError(f"--load-format dummy: {problem.replace(str(folder), str(shown))}")
