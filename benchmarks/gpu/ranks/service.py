@@ -1,9 +1,12 @@
 """`wideep serve` on one GPU, over HTTP: rates, prompts that arrive during streams, and equal bits with --batch-invariant.
 
 The model has the layers of Qwen3-30B-A3B, but 8 of them and 64 experts, with random weights (5.5 GB on the disk), and a tokenizer
-of single bytes. Two layers are enough to compare bits. `of engine` is the rate over that of the same engine without HTTP (`benchmarks.serving.engine_alone`).
+of single bytes. Two layers are enough to compare bits. The unit `qwen3` has all 48 layers and 128 experts, drawn on the device by
+`--load-format dummy`. `of engine` is the rate over that of the same engine without HTTP (`benchmarks.serving.engine_alone`).
 `streams + prompts`: 8 streams decode, and a prompt of 128 tokens arrives every second. TTFT is that of the prompts, ITL that
 of the streams; the goals are in the project's issues: TTFT of 18 ms for a model of 48 layers, an ITL p99 of twice the p50.
+The client is one process. It took 24 us of CPU per token against a server that only sends chunks (2 cores, Intel Xeon, 2026-11-29),
+a sixth of a core at 7,000 tokens/s.
 `alone = together` compares the tokens and the bits of their logprobs of requests that run alone and at the same time.
 """
 
@@ -21,7 +24,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import Qwen3MoeConfig
+from transformers import PreTrainedConfig, Qwen3MoeConfig
 
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.ranks.models import config_of, transformers_model
@@ -33,8 +36,9 @@ from benchmarks.serving.service import HOST, Service, stream_completion
 from scheduler.policy.config import EngineConfig
 from server.http.client import ServiceClient
 
-_DEFAULT, _INVARIANT = "default", "batch-invariant"
+_DEFAULT, _INVARIANT, _QWEN3 = "default", "batch-invariant", "qwen3"
 _CLIENTS, _TINY_CLIENTS = (1, 32, 128), (2,)
+_MANY_CLIENTS, _MANY_SEQUENCES, _MANY_OUTPUT = 128, 256, 128  # of the unit qwen3
 _LAYERS, _FEW_LAYERS = 8, 2  # few where only bits count: the engine starts twice
 _PROMPT, _OUTPUT = 128, 64
 _STREAMS, _ARRIVALS = 8, 8  # one prompt per second
@@ -42,28 +46,31 @@ _COMPARED, _COMPARED_TOKENS = 24, 32
 _LONG_ANSWER = 1024  # still running when the engine is killed
 _MOST_LEN = 2048
 _TIMES_ITL = 2.0
+_FEW_BLOCKS = ["--kv-cache-memory", "256M"]
 
 
 def units(setting: Setting) -> list[str]:
     """Return one unit per mode of the service."""
-    return [_DEFAULT, _INVARIANT]
+    return [_DEFAULT, _INVARIANT, _QWEN3]
 
 
 def run(setting: Setting, unit: str) -> Iterator[Row]:
     """Start a service and measure it."""
+    if unit == _QWEN3:
+        yield from _whole_model(setting)
+        return
     clients = _TINY_CLIENTS if setting.is_tiny else _CLIENTS
     options = ["--batch-invariant", "--max-num-seqs", str(_COMPARED)] if unit == _INVARIANT else []
-    device = ["--device", "cpu" if setting.is_interpreted else "cuda"]
-    if setting.is_interpreted or unit == _INVARIANT:  # leaves memory for other units at the same time
-        device += ["--kv-cache-memory", "256M"]
-    common = ["-dp", "1", "--max-model-len", str(_MOST_LEN), "--served-model-name", "m"]
+    if unit == _INVARIANT and not setting.is_interpreted:  # leaves memory for other units at the same time
+        options += _FEW_BLOCKS
+    common = _flags(setting)
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "log").open("wb") as log:
         model = Path(folder) / "model"
         config = write_model(
             setting, model, _FEW_LAYERS if unit == _INVARIANT or setting.is_tiny else _LAYERS
         )
-        engine_rates = {} if unit == _INVARIANT else _engine_rates(setting, model, config, clients)
-        with Service(str(model), [*device, *common, *options], log) as service:
+        engine_rates = {} if unit == _INVARIANT else _engine_rates(setting, model, config, clients, _OUTPUT)
+        with Service(str(model), [*common, *options], log) as service:
             yield Row(name=f"{unit}: start", figures={"seconds": service.start_s})
             if unit == _INVARIANT:
                 yield _compared(service, config)
@@ -76,6 +83,35 @@ def run(setting: Setting, unit: str) -> Iterator[Row]:
             yield asyncio.run(_arrivals(service, config))
 
 
+def _whole_model(setting: Setting) -> Iterator[Row]:
+    """Measure the model in full size, with weights that each process draws itself."""
+    count = _TINY_CLIENTS[0] if setting.is_tiny else _MANY_CLIENTS
+    flags = [*_flags(setting), "--load-format", "dummy", "--max-num-seqs", str(_MANY_SEQUENCES)]
+    with tempfile.TemporaryDirectory() as folder, (Path(folder) / "log").open("wb") as log:
+        model = Path(folder) / "model"
+        config = config_of("qwen3", setting)
+        if setting.is_tiny:
+            config.vocab_size, config.max_position_embeddings = 512, 2 * _MOST_LEN
+        config.save_pretrained(model)
+        _write_tokenizer(model, config.vocab_size)
+        engine_rates = _engine_rates(
+            setting, model, config, [count], _MANY_OUTPUT, max_num_seqs=_MANY_SEQUENCES, load_format="dummy"
+        )
+        with Service(str(model), flags, log) as service:
+            yield Row(name=f"{_QWEN3}: start", figures={"seconds": service.start_s})
+            service.run(_prompts(config, 8, _PROMPT, 0), _MANY_OUTPUT, 8)
+            prompts = _prompts(config, max(2 * count, 8), _PROMPT, count)
+            timings = service.run(prompts, _MANY_OUTPUT, count)
+            yield _rate_row(count, summarise(timings), engine_rates[count], f"{_QWEN3}: ")
+            yield asyncio.run(_arrivals(service, config, f"{_QWEN3}: "))
+
+
+def _flags(setting: Setting) -> list[str]:
+    flags = ["-dp", "1", "--max-model-len", str(_MOST_LEN), "--served-model-name", "m"]
+    device = ["--device", "cpu", *_FEW_BLOCKS] if setting.is_interpreted else ["--device", "cuda"]
+    return [*flags, *device]
+
+
 def write_model(setting: Setting, folder: Path, layers: int) -> Qwen3MoeConfig:
     """Write a checkpoint with random weights and a tokenizer."""
     config = config_of("qwen3", setting, layers=layers)
@@ -85,40 +121,52 @@ def write_model(setting: Setting, folder: Path, layers: int) -> Qwen3MoeConfig:
     transformers_model(config, Bench.of(setting), torch.bfloat16).save_pretrained(folder)
     if not setting.is_interpreted:
         torch.cuda.empty_cache()
+    _write_tokenizer(folder, config.vocab_size)
+    return config
+
+
+def _write_tokenizer(folder: Path, vocab_size: int) -> None:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = [*alphabet, *(f"word{at}" for at in range(config.vocab_size - len(alphabet)))]
+    words = [*alphabet, *(f"word{at}" for at in range(vocab_size - len(alphabet)))]
     tokenizer = Tokenizer(models.BPE(vocab={word: at for at, word in enumerate(words)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": _MOST_LEN}
     (folder / "tokenizer_config.json").write_text(json.dumps(about))
-    return config
 
 
 def _engine_rates(
-    setting: Setting, model: Path, config: Qwen3MoeConfig, clients: Sequence[int]
+    setting: Setting,
+    model: Path,
+    config: PreTrainedConfig,
+    clients: Sequence[int],
+    num_tokens: int,
+    *,
+    max_num_seqs: int = 0,
+    load_format: str = "auto",
 ) -> dict[int, float]:
     """Return the engine's output tokens/s without HTTP, by number of clients."""
     settings = EngineConfig(
         directory=model,
         device="cpu" if setting.is_interpreted else "cuda",
         kv_cache_bytes=(1 << 28) if setting.is_interpreted else (16 << 30),
-        max_num_seqs=max(clients),
+        load_format=load_format,
+        max_num_seqs=max_num_seqs or max(clients),
         max_model_len=_MOST_LEN,
         max_num_batched_tokens=512 if setting.is_interpreted else 8192,
     )
     with EngineAlone(settings) as engine:
-        engine.run(_prompts(config, 2, _PROMPT, 0), _OUTPUT, 2)
+        engine.run(_prompts(config, 2, _PROMPT, 0), num_tokens, 2)
         return {
             count: summarise(
-                engine.run(_prompts(config, max(2 * count, 8), _PROMPT, count), _OUTPUT, count)
+                engine.run(_prompts(config, max(2 * count, 8), _PROMPT, count), num_tokens, count)
             ).tokens_per_s
             for count in clients
         }
 
 
-def _rate_row(count: int, latency: Latency, engine_rate: float) -> Row:
+def _rate_row(count: int, latency: Latency, engine_rate: float, prefix: str = "") -> Row:
     figures: dict[str, Figure] = {
         "tokens/s": latency.tokens_per_s,
         "of engine": latency.tokens_per_s / engine_rate,
@@ -126,10 +174,10 @@ def _rate_row(count: int, latency: Latency, engine_rate: float) -> Row:
         "ITL p50 ms": latency.itl_p50_ms,
         "ITL p99 ms": latency.itl_p99_ms,
     }
-    return Row(name=f"{count} clients", figures=figures)
+    return Row(name=f"{prefix}{count} clients", figures=figures)
 
 
-async def _arrivals(service: Service, config: Qwen3MoeConfig) -> Row:
+async def _arrivals(service: Service, config: PreTrainedConfig, prefix: str = "") -> Row:
     """Stream from 8 clients while a prompt arrives every second."""
     complete = functools.partial(stream_completion, service.port)
     streams_ended = asyncio.Event()
@@ -155,7 +203,7 @@ async def _arrivals(service: Service, config: Qwen3MoeConfig) -> Row:
         "ITL p99 ms": streamed.itl_p99_ms,
         "p50 x 2 / p99": _TIMES_ITL * streamed.itl_p50_ms / streamed.itl_p99_ms,
     }
-    return Row(name="8 streams + prompts", figures=figures, goals={"p50 x 2 / p99": 1.0})
+    return Row(name=f"{prefix}8 streams + prompts", figures=figures, goals={"p50 x 2 / p99": 1.0})
 
 
 def _compared(service: Service, config: Qwen3MoeConfig) -> Row:
@@ -212,7 +260,7 @@ def _tokens(
     return found["tokens"], found["token_logprobs"]
 
 
-def _prompts(config: Qwen3MoeConfig, count: int, length: int, seed: int) -> list[list[int]]:
+def _prompts(config: PreTrainedConfig, count: int, length: int, seed: int) -> list[list[int]]:
     drawn = torch.randint(
         0, config.vocab_size, (count, length), generator=torch.Generator().manual_seed(seed)
     )
