@@ -1,6 +1,7 @@
 """--load-format dummy: a service with random weights, from a folder with config.json and a tokenizer only."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_two_starts_answer_alike_without_weight_files(tmp_path: Path) -> None:
-    model, answers = without_weights(write_tiny_model(tmp_path / "tiny")), []
+    trained = write_tiny_model(tmp_path / "trained")
+    model, answers = without_weights(shutil.copytree(trained, tmp_path / "tiny")), []
     for num_ranks in (1, 2):
         flags = ("--load-format", "dummy", "-dp", str(num_ranks), "--device", "cpu")
         with RealService.serve(model, tmp_path / f"log {num_ranks}", *flags) as service:
@@ -60,6 +62,13 @@ def test_two_starts_answer_alike_without_weight_files(tmp_path: Path) -> None:
             answers.append((choice["text"], choice["logprobs"]["token_logprobs"]))
             refused = service.post("/start_weight_update", json={"partial": True})
             assert refused.status_code == 400 and "weights are random" in refused.text
+            for path, body in (("start", {}), ("update", {"path": str(trained)}), ("finish", {})):
+                name = "/update_weights" if path == "update" else f"/{path}_weight_update"
+                assert service.post(name, json=body).status_code == 200
+            [choice] = service.post("/v1/completions", json=PROMPT).json()["choices"]
+            assert choice["logprobs"]["token_logprobs"] != answers[-1][1], (
+                "the update replaces all random weights"
+            )
             assert service.output().count("the weights are random, so answers have no meaning") == 1
     assert answers[0] == answers[1] and len(answers[0][1]) == 12
 
