@@ -386,6 +386,7 @@ def _make_scheduler(
         keeps_snapshots=config.keeps_snapshots,
         rotary_limit=limit_of(skeleton.model.config),
         keeps_images_whole=any(shape.sees_images for shape in skeleton.cache_shapes),
+        repeats_decodes=config.repeats_decodes,
         drafter=drafter,
         overlaps=_overlaps(config, drafter, size),
     )

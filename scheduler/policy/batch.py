@@ -44,10 +44,10 @@ class StepBatch(NamedTuple):
 
     @property
     def begun(self) -> list[RequestOutput]:
-        """Return an empty output for a half-done prompt, which shows that its request has begun. Read it after `commit`."""
+        """Return empty outputs of requests without a token so far, which show that they have begun. Read it after `commit`."""
         return [
             RequestOutput(request_id=item.sequence.request.request_id, token_ids=[])
-            for item in self.items[-1:]
+            for item in self.items
             if not item.samples
             and item.sequence.num_delivered_tokens == 0
             and item.sequence.status is SequenceStatus.RUNNING

@@ -169,6 +169,14 @@ class EngineConfig(EngineSettings):
         return min(self.max_num_seqs * (1 + self.num_drafts), self.max_num_batched_tokens)
 
     @property
+    def repeats_decodes(self) -> bool:
+        """Whether generated tokens that are computed again run as decodes, and their blocks are not shared.
+
+        No bit may depend on preemption, a lost rank or a prefix hit. A GPU's kernels for prompts and for decodes give different bits.
+        """
+        return self.batch_invariant and self.device != "cpu"
+
+    @property
     def prompt_capacity(self) -> int:
         """Most tokens of a rank in a low-latency step with prompts; 0 on CPUs, where normal mode waits for nothing more."""
         return 0 if self.device == "cpu" else prompt_capacity(self.max_num_batched_tokens)

@@ -13,6 +13,7 @@ class SchedulerLimits(NamedTuple):
         rotary_limit: Length in tokens above which the model computes all tokens of a sequence differently, if any.
             A sequence that grows past it starts again.
         keeps_images_whole: Whether no chunk of a prompt may end within an image.
+        repeats_decodes: As in `EngineConfig`.
     """
 
     max_num_seqs: int
@@ -20,6 +21,7 @@ class SchedulerLimits(NamedTuple):
     max_model_len: int
     rotary_limit: int | None = None
     keeps_images_whole: bool = False
+    repeats_decodes: bool = False
 
     def is_long(self, num_tokens: int) -> bool:
         """Return whether the model computes a sequence of this length in its way for long ones."""

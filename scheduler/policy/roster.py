@@ -121,7 +121,7 @@ class Roster:
         for sequence in self.waiting if with_waiting else ():
             if count >= most:
                 break
-            count += len(sequence.token_ids)
+            count += sequence.num_prefillable
         return min(count, most)
 
     def by_urgency(self) -> list[Sequence]:

@@ -56,19 +56,25 @@ class Scheduler:
         keeps_snapshots: bool = True,
         rotary_limit: int | None = None,
         keeps_images_whole: bool = False,
+        repeats_decodes: bool = False,
         drafter: DraftsTokens | None = None,
         overlaps: bool = False,
     ) -> None:
         """Take over the pools; nothing else may use them. `states` is None for models without recurrent states.
 
-        `rotary_limit`, `keeps_images_whole`: see `SchedulerLimits`. `drafter`: source of drafts; None disables them.
-            `overlaps`: whether a sequence with states may have two steps in flight, see `StateTables`.
+        `rotary_limit`, `keeps_images_whole`, `repeats_decodes`: see `SchedulerLimits`. `drafter`: source of drafts; None disables
+            them. `overlaps`: whether a sequence with states may have two steps in flight, see `StateTables`.
 
         Raises:
             SchedulerLimitsError: The limits contradict each other or the pool.
         """
         limits = SchedulerLimits(
-            max_num_seqs, max_num_batched_tokens, max_model_len, rotary_limit, keeps_images_whole
+            max_num_seqs,
+            max_num_batched_tokens,
+            max_model_len,
+            rotary_limit,
+            keeps_images_whole,
+            repeats_decodes,
         )
         check_limits(pool, limits)
         self._pool, self._states, self._limits, self._drafter = pool, states, limits, drafter
@@ -275,7 +281,7 @@ class Scheduler:
 
     def _sequence_of(self, request: Request, matcher: StructureMatcher | None = None) -> Sequence:
         sequence = Sequence.from_request(request, matcher)
-        sequence.weights = self._weights
+        sequence.weights, sequence.repeats_decodes = self._weights, self._limits.repeats_decodes
         return sequence
 
     def abort(self, request_id: str) -> RequestOutput | None:

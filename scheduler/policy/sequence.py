@@ -128,10 +128,11 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed: int = 0  # tokens whose KV a committed batch wrote, or the prefix cache had
     num_planned: int = 0  # tokens in committed and in-flight batches
-    num_prefill_tokens: int = 0  # tokens known at admission: planning these is prefill, the rest is decode
+    num_prefill_tokens: int = 0  # `num_prefillable` at admission: planning these is prefill
     num_pending: int = 0  # tokens that in-flight batches will sample
     has_drafts_in_flight: bool = False  # the batch in flight will sample an unknown number of tokens
     weights: str = ""  # digest of the weights that compute it; "" for the checkpoint's
+    repeats_decodes: bool = False  # see `num_prefillable`
     is_long: bool = False  # computed in the model's way for long sequences: see `SchedulerLimits`
     num_in_flight: int = 0  # uncommitted batches that hold this sequence; until then its blocks stay held
     num_admissions: int = 0  # 2 and more after preemption
@@ -206,8 +207,21 @@ class Sequence:
         return self.num_output_tokens - len(self.request.replayed_ids)
 
     @property
+    def num_prefillable(self) -> int:
+        """Number of its first tokens that may run as a prompt and have shared blocks: all, or those of its prompt.
+
+        With `repeats_decodes` generated tokens run as decodes, also if they are computed again.
+        """
+        return self.num_prompt_tokens if self.repeats_decodes else len(self.token_ids)
+
+    @property
+    def num_unplanned(self) -> int:
+        """Number of known and pending tokens that are not planned. Before a decode it is 1, or more if it computes tokens again."""
+        return len(self.token_ids) + self.num_pending - self.num_planned
+
+    @property
     def is_prefilling(self) -> bool:
-        """Whether tokens known at admission are not all planned yet."""
+        """Whether tokens of its prefill are not all planned yet."""
         return self.num_planned < self.num_prefill_tokens
 
     @property

@@ -135,7 +135,7 @@ class StateTables:
         if start > 0 and not own.has_released:
             self._release_oldest(own)
         own.has_released = False
-        if not self._keeps_snapshots or end % self._blocks.block_tokens:
+        if not self._keeps_snapshots or end % self._blocks.block_tokens or end > sequence.num_prefillable:
             return
         is_generated = end >= sequence.num_prefill_tokens
         if is_generated or end in own.snapshot_ends:

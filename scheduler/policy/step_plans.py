@@ -1,8 +1,9 @@
 """The content of each step: which tokens of which sequences run in it.
 
 Every step runs decodes first. Prompts take the remaining room, in chunks, in the roster's order. If blocks run out, the
-least urgent running sequence is preempted. A step may try several tokens of a request (drafts). Plans are made while
-earlier steps are in flight, so they use counts of tokens and not the tokens. `scheduler.policy.scheduler` applies the results.
+least urgent running sequence is preempted. A step may try several tokens of a request (drafts), or compute several generated
+tokens of it again (`Sequence.num_prefillable`). Plans are made while earlier steps are in flight, so they use counts of tokens and
+not the tokens. `scheduler.policy.scheduler` applies the results.
 """
 
 from collections.abc import Sequence as Series
@@ -55,19 +56,27 @@ class StepPlans:
         self, roster: Roster, tables: BlockTables, limits: SchedulerLimits, drafter: DraftsTokens | None
     ) -> None:
         self._roster, self._tables, self._limits, self._drafter = roster, tables, limits, drafter
+        # Most rows of decodes in a step. Each of them, and each prompt, is a sequence of a GPU's step.
+        num_drafts = drafter.num_drafts if drafter else 0
+        self._most_rows = min(limits.max_num_seqs * (1 + num_drafts), limits.max_num_batched_tokens)
 
     def plan_decodes(self, most: int) -> list[Scheduled]:
-        """Plan a token of every sequence that can continue, and drafts after some, at most `most` tokens together."""
+        """Plan a token of every sequence that can continue, and more of some: known ones that are computed again, or drafts.
+
+        `most`: most tokens together.
+        """
         items: list[Scheduled] = []
         self._send_back_grown()
         running = self._roster.by_urgency()  # preemption takes from the end, never what this step has planned
         most -= self._image_room(most)
-        room = most - len(running)
+        room = min(most, self._most_rows) - len(running)
         for sequence, limit in zip(running, self._draft_limits(running), strict=True):
             if (
                 sequence.status is SequenceStatus.RUNNING
                 and not sequence.is_prefilling
-                and not sequence.request.hands_over  # its prompt's step samples the only token here
+                and not (
+                    sequence.request.hands_over and sequence.num_pending
+                )  # its only token here is coming
                 and not sequence.has_drafts_in_flight
                 and sequence.num_left(self._limits.max_model_len) > sequence.num_pending
                 and self._tables.is_ready(sequence)
@@ -76,16 +85,27 @@ class StepPlans:
                 and self._make_room(sequence)
             ):
                 drafts = self._draft(sequence, min(limit, room)) if limit else ()
-                room -= len(drafts)
-                items.append(self.plan(sequence, 1 + len(drafts), drafts))
+                num_tokens = 1 + len(drafts) + self._num_again(sequence, room)
+                room -= num_tokens - 1
+                items.append(self.plan(sequence, num_tokens, drafts))
         return items
+
+    def _num_again(self, sequence: Sequence, room: int) -> int:
+        """Return how many known tokens after the next one a sequence computes again in this step."""
+        if sequence.num_unplanned <= 1:
+            return 0
+        # As for drafts, one block per running sequence stays free.
+        fitting = self._tables.num_plannable(sequence, num_spare_blocks=len(self._roster.running))
+        return max(0, min(sequence.num_unplanned - 1, room, fitting - 1))
 
     def _draft_limits(self, running: list[Sequence]) -> list[int]:
         return [0] * len(running) if self._drafter is None else self._drafter.limits(running)
 
     def _draft(self, sequence: Sequence, most: int) -> tuple[int, ...]:
-        """Draft tokens after a sequence's newest one. Returns nothing while that one is unknown."""
+        """Draft tokens after a sequence's newest one. Returns nothing while that one is unknown or others run before it."""
         if self._drafter is None or most <= 0 or sequence.num_pending or sequence.num_in_flight:
+            return ()
+        if sequence.num_unplanned > 1 or sequence.request.hands_over:  # which gets one token here
             return ()
         most = min(
             most,
@@ -147,7 +167,8 @@ class StepPlans:
         prefills = self._plan_prefills(budget, room)
         if not self._stops_at_image:
             num_planned = sum(item.num_tokens for item in prefills)
-            prefills += self._admit(budget - num_planned, room - num_planned, now_s)
+            seats = self._most_rows - num_decode_tokens - len(prefills)
+            prefills += self._admit(budget - num_planned, room - num_planned, seats, now_s)
         num_prefill_tokens = sum(item.num_tokens for item in prefills)
         num_tokens = sum([item.num_tokens for item in items]) + num_prefill_tokens
         return StepBatch(items + prefills, num_tokens, num_prefill_tokens)
@@ -168,8 +189,10 @@ class StepPlans:
             and (num_tokens := self._chunk_tokens(sequence, budget, room)) > 0
         ]
 
-    def _admit(self, budget: int, room: int, now_s: float) -> list[Scheduled]:
+    def _admit(self, budget: int, room: int, seats: int, now_s: float) -> list[Scheduled]:
         """Start waiting requests in order until the budget, the seats or the blocks are used up.
+
+        At most `seats` start: decodes that compute tokens again may leave fewer than the limit.
 
         The head of the queue must find blocks for all its tokens, not only for its next chunk, and leave one block free
         per running sequence. So nothing starts while a running prompt is short of blocks (none are free), and what this
@@ -180,7 +203,8 @@ class StepPlans:
         """
         items: list[Scheduled] = []
         running, waiting = self._roster.running, self._roster.waiting
-        while waiting and budget > 0 and len(running) < self._limits.max_num_seqs:
+        last = min(self._limits.max_num_seqs, len(running) + seats)
+        while waiting and budget > 0 and len(running) < last:
             sequence = waiting.head
             if sequence.num_in_flight:
                 break
@@ -252,10 +276,8 @@ class StepPlans:
         running, begins = self._roster.running, self._head_begins
         is_mid_prompt = bool(running) and running[-1].is_prefilling
         num_prefill = self._roster.num_prefill(self._limits.max_num_batched_tokens, with_waiting=begins)
-        num_decodes = sum(not each.request.hands_over for each in running) + sum(self._draft_limits(running))
-        return NextStep(
-            min(num_decodes, self._limits.max_num_batched_tokens), begins or is_mid_prompt, num_prefill
-        )
+        num_decodes = sum(map(_num_rows, running)) + sum(self._draft_limits(running))
+        return NextStep(min(num_decodes, self._most_rows), begins or is_mid_prompt, num_prefill)
 
     @property
     def _head_begins(self) -> bool:
@@ -279,3 +301,10 @@ class StepPlans:
         if self._roster.waiting:
             return self._drafter.num_drafts
         return max(self._draft_limits(self._roster.running), default=0)
+
+
+def _num_rows(sequence: Sequence) -> int:
+    """Return the most rows that a running sequence has among the next step's decodes, without drafts."""
+    if sequence.request.hands_over and (sequence.is_prefilling or sequence.num_pending):
+        return 0
+    return 1 if sequence.is_prefilling else max(1, sequence.num_unplanned)

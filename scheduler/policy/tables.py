@@ -104,7 +104,7 @@ class BlockTables:
         # A hand-over needs all blocks in the tiers. Those of a cached prefix may have been replaced there.
         sequence.num_offered = 0 if sequence.request.hands_over or sequence.offers_all else len(matched)
         sequence.num_computed = sequence.num_planned = len(matched) * self._pool.block_tokens
-        sequence.num_prefill_tokens = len(sequence.token_ids)
+        sequence.num_prefill_tokens = sequence.num_prefillable
         sequence.num_admissions += 1
         looks_up = self._enable_prefix_caching and not sequence.wants_prompt_logprobs
         if looks_up and sequence.num_admissions == 1:
@@ -125,7 +125,7 @@ class BlockTables:
         if num_wanted > pool.num_free + num_held:
             return None
         # Later sequences may share what this one must run again for the logprobs of its prompt.
-        num_later = len(token_ids) - 1 if self._enable_prefix_caching else 0
+        num_later = _num_cacheable(sequence) if self._enable_prefix_caching else 0
         is_seated = self._states.seat(sequence, beginning, num_matched=len(matched), num_shareable=num_later)
         return matched[: beginning.num_blocks] if is_seated else None
 
@@ -221,19 +221,20 @@ class BlockTables:
             sequence.block_ids += self._pool.acquire(num_missing)
 
     def advance(self, sequence: Sequence, start: int, end: int, *, num_drafts: int = 0) -> None:
-        """Note that tokens [start, end) are computed, and publish the blocks that they filled.
+        """Note that tokens [start, end) are computed, and publish the blocks that they filled, if these may be shared.
 
         `num_drafts`: as planned. States of drafts outside these tokens are dropped.
         """
         assert start == sequence.num_computed, f"token {start} was run, {sequence.num_computed} was next"
         size = self._pool.block_tokens
-        if self._enable_prefix_caching and start // size < end // size:
-            for index in range(start // size, end // size):
+        first, last = start // size, min(end, sequence.num_prefillable) // size
+        if self._enable_prefix_caching and first < last:
+            for index in range(first, last):
                 parent_id = sequence.block_ids[index - 1] if index else None
                 token_ids = sequence.key_ids[index * size : (index + 1) * size]
                 self._pool.publish(sequence.block_ids[index], token_ids, parent_id, sequence.root_key)
             if self.tiers is not None:
-                self.tiers.offer_blocks(sequence, end // size)
+                self.tiers.offer_blocks(sequence, last)
         if self._states is not None and num_drafts:
             self._states.advance_drafted(sequence, start, end)
         elif self._states is not None:
@@ -241,9 +242,9 @@ class BlockTables:
         sequence.num_computed = end
 
     def coming_blocks(self, sequence: Sequence, start: int, end: int) -> list[tuple[int, bytes]]:
-        """Return the blocks that tokens [start, end) fill, and the keys under which they will be published."""
+        """Return the blocks that tokens [start, end) fill and that will be published, and their keys."""
         pool, size = self._pool, self._pool.block_tokens
-        first, last = start // size, end // size
+        first, last = start // size, min(end, sequence.num_prefillable) // size
         parent = sequence.root_key
         if first:
             if not pool.is_published(sequence.block_ids[first - 1]):
@@ -259,7 +260,7 @@ class BlockTables:
             The number of its first tokens that are, or will be, in the tiers together with the state after them.
         """
         tiers, size = self.tiers, self._pool.block_tokens
-        num_full = sequence.num_computed // size
+        num_full = min(sequence.num_computed, sequence.num_prefillable) // size
         if tiers is None or not self._enable_prefix_caching or not num_full:
             self.vacate(sequence)
             return 0
@@ -300,4 +301,9 @@ def _num_shareable(sequence: Sequence) -> int:
     """
     if sequence.wants_prompt_logprobs:
         return min(len(sequence.prompt_logprobs), len(sequence.token_ids) - 1)
-    return len(sequence.token_ids) - 1
+    return _num_cacheable(sequence)
+
+
+def _num_cacheable(sequence: Sequence) -> int:
+    """As `_num_shareable`, without regard to prompt logprobs."""
+    return min(sequence.num_prefillable, len(sequence.token_ids) - 1)

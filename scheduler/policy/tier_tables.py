@@ -130,7 +130,7 @@ class TierTables:
 
     def offer_last_blocks(self, sequence: Sequence) -> None:
         """Save what is left of a sequence that no longer runs. Count the blocks that find no room."""
-        num_published = sequence.num_computed // self._pool.block_tokens
+        num_published = min(sequence.num_computed, sequence.num_prefillable) // self._pool.block_tokens
         self.offer_blocks(sequence, num_published)
         self._tiers.note(num_dropped=max(0, num_published - sequence.num_offered))
 

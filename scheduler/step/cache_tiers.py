@@ -84,6 +84,8 @@ def _kinds(config: EngineConfig, cache: PagedCache, device: torch.device, units:
         "activation_dtype": config.activation_dtype,
         "batch_invariant": str(config.batch_invariant),
     }
+    if config.repeats_decodes:
+        facts["tokens"] = "prompts"  # earlier versions also kept blocks of generated tokens
     if config.enable_lora:
         facts["lora_dtype"] = config.lora_dtype
     model = layout_of(cache, facts)

@@ -51,6 +51,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_drafts=st.integers(0, 4),
         overlaps=st.booleans(),
         tiers_seed=st.one_of(st.none(), st.integers(0, 1000)),
+        repeats_decodes=st.booleans(),
     )
     def start(
         self,
@@ -64,6 +65,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_drafts: int,
         overlaps: bool,
         tiers_seed: int | None,
+        repeats_decodes: bool,
     ) -> None:
         self.max_model_len = num_blocks * block_tokens
         batched = max_num_seqs + extra_tokens
@@ -79,6 +81,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             states=states,
             keeps_snapshots=caching,
             rotary_limit=rotary_limit,
+            repeats_decodes=repeats_decodes,
             drafter=self.guesses,
             overlaps=overlaps and not num_drafts,
         )
@@ -241,7 +244,9 @@ def test_long_runs_under_pressure_preempt_share_and_evict_and_still_give_the_sam
         rng = random.Random(seed)
         depth = 1 + seed % 3
         pool = BlockPool(16, 4)
-        scheduler = Scheduler(pool, max_num_seqs=8, max_num_batched_tokens=24, max_model_len=60)
+        scheduler = Scheduler(
+            pool, max_num_seqs=8, max_num_batched_tokens=24, max_model_len=60, repeats_decodes=seed % 4 > 1
+        )
         rank = PlannedRank(pool, scheduler, 24)
         if seed % 2:
             rank.tiers = FakeTiers(rank, seed)

@@ -28,6 +28,7 @@ def run_schedule(seed: int) -> Guesses:
     scheduler = Scheduler(
         pool, max_num_seqs=most_seqs, max_num_batched_tokens=batched, max_model_len=length, states=states,
         enable_prefix_caching=caching, keeps_snapshots=caching, rotary_limit=limit, drafter=guesses,
+        repeats_decodes=rng.random() < 0.5,
     )  # fmt: skip
     rank = PlannedRank(pool, scheduler, batched, states, limit)
     requests = []

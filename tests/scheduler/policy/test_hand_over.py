@@ -20,12 +20,22 @@ LENGTH = 96
 
 
 def rank_of_host(
-    *, states: int = 0, batched: int = 32, other: PlannedRank | None = None, num_blocks: int = 24
+    *,
+    states: int = 0,
+    batched: int = 32,
+    other: PlannedRank | None = None,
+    num_blocks: int = 24,
+    repeats_decodes: bool = False,
 ) -> PlannedRank:
     """Return a rank with tiers that do their jobs at once. `other`: a rank that shares the host's records."""
     pool, slots = BlockPool(num_blocks, BLOCK_TOKENS), StatePool(states) if states else None
     scheduler = Scheduler(
-        pool, max_num_seqs=4, max_num_batched_tokens=batched, max_model_len=LENGTH, states=slots
+        pool,
+        max_num_seqs=4,
+        max_num_batched_tokens=batched,
+        max_model_len=LENGTH,
+        states=slots,
+        repeats_decodes=repeats_decodes,
     )
     rank = PlannedRank(pool, scheduler, batched, slots)
     rank.tiers = FakeTiers(rank, 1, loss=0.0, shared=other.tiers if other else None)

@@ -30,6 +30,7 @@ class TwoRanksMachine(RuleBasedStateMachine):
         num_states=st.one_of(st.none(), st.integers(2, 12)),
         num_drafts=st.integers(0, 3),
         seed=st.integers(0, 1000),
+        repeats_decodes=st.booleans(),
     )
     def start(self, **sizes: Any) -> None:
         self.sizes = sizes
@@ -54,6 +55,7 @@ class TwoRanksMachine(RuleBasedStateMachine):
             max_num_batched_tokens=batched,
             max_model_len=self.max_model_len,
             states=states,
+            repeats_decodes=sizes["repeats_decodes"],
             drafter=Guesses(num_drafts, seed=self.num_made) if num_drafts else None,
         )
         rank = PlannedRank(pool, scheduler, batched, states)

@@ -74,8 +74,8 @@ class PlannedRank:
         self.tiers: Any = None  # a `FakeTiers`, if the scheduler uses one
         self.on_hand_over: Callable[[RequestOutput], None] = lambda _output: None
         self.num_scored = 0  # prompt tokens whose logprobs were computed
-        # (block, row) -> (position, token), and whether the row was computed as part of a long sequence.
-        self._rows: dict[tuple[int, int], tuple[int, int]] = {}
+        # (block, row) -> (position, token, whether it ran as a decode), and whether it was computed as part of a long sequence.
+        self._rows: dict[tuple[int, int], tuple[int, int, bool]] = {}
         self._is_long: dict[tuple[int, int], bool] = {}
         self._states: dict[int, list[int]] = {}  # slot -> the tokens that its state covers
 
@@ -142,6 +142,8 @@ class PlannedRank:
                 self.collect(self.scheduler.expire(float("-inf")))
                 batch = self.plan(now_s=float(number))
                 waits = bool(self.scheduler._roster.loading) or (self.tiers and self.tiers.num_open > 0)
+                # The whole prompt of a request that continues may be cached. The next step runs its generated tokens.
+                waits = waits or any(not each.is_prefilling for each in self.scheduler.running)
                 assert batch.items or waits or not self.scheduler.has_work, (
                     "no step is planned although work is left"
                 )
@@ -170,9 +172,19 @@ class PlannedRank:
         known += [0] * (item.end if is_ended else 0)  # a pending token may never arrive
         for position in range(item.start, item.end):
             place = table[position // size], position % size
-            self._rows[place], self._is_long[place] = (position, known[position]), item.sequence.is_long
+            is_decode = item.start >= item.sequence.num_prefill_tokens
+            self._rows[place] = position, known[position], is_decode
+            self._is_long[place] = item.sequence.is_long
         history = [self._rows[table[position // size], position % size] for position in range(item.end)]
-        assert is_ended or history == list(enumerate(known[: item.end])), "a sequence read rows of another"
+        text = [each[1] for each in history]
+        assert is_ended or [each[:2] for each in history] == list(enumerate(known[: item.end])), (
+            "a sequence read rows of another"
+        )
+        if self.scheduler._limits.repeats_decodes:
+            num_prompt = item.sequence.num_prompt_tokens
+            assert is_ended or all(each[2] == (each[0] >= num_prompt) for each in history), (
+                "a prompt's token ran as a decode, or a generated one as a prompt"
+            )
         ways = {self._is_long[table[position // size], position % size] for position in range(item.end)}
         assert len(ways) == 1, "a sequence mixes rows of long and short computation"
         if item.samples:
@@ -180,7 +192,6 @@ class PlannedRank:
             assert is_ended or ways == {is_long}
         for _ in range(2):  # an interrupted step is run again
             self._run_states(item, known)
-        text = [token for _, token in history]
         return [next_token(text[: item.end - back]) for back in range(item.num_samples - 1, -1, -1)]
 
     def _run_states(self, item: Scheduled, known: list[int]) -> None:
@@ -203,7 +214,13 @@ class PlannedRank:
         assert not exceeds or (prefill_budget and self.scheduler._limits.keeps_images_whole)
         assert len({id(item.sequence) for item in batch.items}) == len(batch.items)
         assert all(item.num_tokens > 0 for item in batch.items)
-        assert all(item.samples for item in batch.items[:-1]), "only the last prompt may be left unfinished"
+        limits, drafter = self.scheduler._limits, self.scheduler._drafter
+        whole = [item.samples or item.end >= item.sequence.num_prefill_tokens for item in batch.items[:-1]]
+        assert all(whole), "only the last prompt may be left unfinished"
+        assert limits.repeats_decodes or all(item.samples for item in batch.items[:-1])
+        num_prompts = sum(item.start < item.sequence.num_prefill_tokens for item in batch.items)
+        most_rows = limits.max_num_seqs * (1 + (drafter.num_drafts if drafter else 0))
+        assert batch.num_decode_tokens + num_prompts <= most_rows, "a GPU's step has too many sequences"
 
     def _check_writers(self) -> None:
         """Check that no block has two writers, is written while shared, or is written after publication."""
