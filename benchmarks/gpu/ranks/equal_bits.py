@@ -2,12 +2,14 @@
 
 Greedy and seeded requests run one after another, each alone, without prefix caching and without overlapped steps. Then the same
 requests run together: in the same engine, with overlapped steps, in chunks and with prefix hits, with drafts, and in a KV cache that is
-too small for all of them. `tokens` and `bits` count the requests that were equal. The other figures show that a run did what it is
-for: cached tokens, drafts, preemptions. `default mode` shows the requests that are equal without the option; it
+too small for all of them. `second turn` runs conversations: each prompt is an earlier prompt, its answer and a few more tokens. They
+run in an engine that served the first turn with prefix caching, and are compared with the same prompts alone without it.
+`tokens` and `bits` count the requests that were equal. The other figures show that a run did what it is
+for: cached tokens, drafts, and `resumed`, the requests that were preempted after their first token. `short of KV cache` is wrong
+without such requests, and `second turn` without cached tokens. `default mode` shows the requests that are equal without the option; it
 may be any number. The interpreter sums in another order for other shapes, so its bits do not count.
 """
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -19,10 +21,13 @@ from benchmarks.gpu.ranks.models import HYBRID, MODELS, config_of, engine_config
 from benchmarks.gpu.results import Row, Setting
 from kvcache.paged_cache import BLOCK_TOKENS
 from scheduler.policy.request import Request, RequestOutput, SamplingParams
+from scheduler.policy.sequence import SequenceStatus
 from scheduler.policy.speculative import Method, SpeculativeConfig
 
 _DRAFTS = SpeculativeConfig(method=Method.NGRAM, num_drafts=3, shortest_match=1)
-_TINY_WAYS = 2
+_MORE_TOKENS = 5  # of a second turn's prompt, after the first answer
+_SHORT, _TURN, _DEFAULT = "short of KV cache", "second turn", "default mode"
+_TINY_WAYS = (_SHORT, _TURN)
 _EXPERTS = 32  # of each layer, so that a model is built in seconds
 
 
@@ -32,19 +37,22 @@ class _Load(NamedTuple):
     requests: int
     longest: int  # tokens of a prompt
     answer: int
+    second_answer: int  # of a second turn
     chunk: int  # tokens of a step in which prompts run in chunks
+    few_blocks: int  # a KV cache in which requests that have generated tokens are preempted
 
 
-_LOAD, _TINY_LOAD = _Load(24, 700, 48, 256), _Load(2, 20, 3, 16)
+_LOAD, _TINY_LOAD = _Load(24, 700, 64, 16, 256, 400), _Load(2, 20, 14, 3, 16, 4)
 
 
 class _Answer(NamedTuple):
-    """A request's tokens, their logprobs, and the prompt tokens found in the prefix cache and the drafts tried."""
+    """A request's tokens, their logprobs, and how it ran."""
 
     tokens: list[int]
     logprobs: list[float]
-    num_cached: int
+    num_cached: int  # prompt tokens found in the prefix cache
     num_drafts: int
+    is_resumed: bool  # preempted after its first token
 
 
 def units(setting: Setting) -> list[str]:
@@ -64,7 +72,8 @@ def run(setting: Setting, unit: str) -> Iterator[Row]:
         )
         setattr(config, field, _EXPERTS)
     requests = _requests(config.vocab_size, load)
-    blocks = -(-(load.longest + load.answer) // BLOCK_TOKENS)
+    longest = load.longest + load.answer + _MORE_TOKENS + load.second_answer
+    blocks = -(-longest // BLOCK_TOKENS)
     limits: dict[str, Any] = {
         "max_num_seqs": load.requests, "max_model_len": blocks * BLOCK_TOKENS, "enable_prefix_caching": False, "batch_invariant": True,
         "kv_cache_bytes": 1 << (24 if setting.is_tiny else 31), "overlaps_steps": False,
@@ -72,22 +81,31 @@ def run(setting: Setting, unit: str) -> Iterator[Row]:
     }  # fmt: skip
     with engine_config(config, setting, **limits) as about, EngineLoop(about) as loop:
         alone = [_answers(loop, [request])[0] for request in requests]
-        token_bytes = about.kv_cache_bytes // (loop.assembled.num_blocks * BLOCK_TOKENS)
-        yield _row(setting, f"{unit}, together", alone, _answers(loop, requests), loop)
+        yield _row(setting, f"{unit}, together", alone, _answers(loop, requests))
+        turns = _second_turns(requests, alone, config.vocab_size, load)
+        turns_alone = [_answers(loop, [request])[0] for request in turns]
     ways: dict[str, dict[str, Any]] = {
         "chunks and prefix hits": {"enable_prefix_caching": True, "max_num_batched_tokens": load.chunk},
         "overlapped": {"overlaps_steps": True},
         "drafts": {"speculative_config": _DRAFTS},
-        "short of KV cache": {"kv_cache_bytes": (load.requests * blocks // 2) * BLOCK_TOKENS * token_bytes},
-        "default mode": {"batch_invariant": False, "overlaps_steps": True},
+        _SHORT: {},
+        _TURN: {"enable_prefix_caching": True},
+        _DEFAULT: {"batch_invariant": False, "overlaps_steps": True},
     }
-    for words, options in itertools.islice(ways.items(), _TINY_WAYS if setting.is_tiny else None):
-        with engine_config(config, setting, **{**limits, **options}) as about, EngineLoop(about) as loop:
+    for words in _TINY_WAYS if setting.is_tiny else ways:
+        with engine_config(config, setting, **{**limits, **ways[words]}) as about, EngineLoop(about) as loop:
+            if words == _SHORT:
+                pool = loop.assembled.scheduler.pool
+                pool.acquire(pool.num_free - load.few_blocks)
             if about.enable_prefix_caching:
                 _answers(loop, requests)
-            found = _answers(loop, requests)
-        row = _row(setting, f"{unit}, {words}", alone, found, loop)
-        yield replace(row, is_right=True) if words == "default mode" else row
+            asked, wanted = (turns, turns_alone) if words == _TURN else (requests, alone)
+            found = _answers(loop, asked)
+        row = _row(setting, f"{unit}, {words}", wanted, found)
+        missing = {_SHORT: "resumed", _TURN: "cached"}.get(words)
+        if missing is not None and not row.figures[missing]:
+            row = replace(row, is_right=False)
+        yield replace(row, is_right=True) if words == _DEFAULT else row
 
 
 def _requests(vocabulary: int, load: _Load) -> list[Request]:
@@ -107,13 +125,35 @@ def _requests(vocabulary: int, load: _Load) -> list[Request]:
     ]  # fmt: skip
 
 
+def _second_turns(
+    requests: Sequence[Request], answers: Sequence[_Answer], vocabulary: int, load: _Load
+) -> list[Request]:
+    """Return the requests that continue these ones: their prompts, answers and some more tokens."""
+    generator = torch.Generator().manual_seed(6)
+    more = torch.randint(0, vocabulary, (len(requests), _MORE_TOKENS), generator=generator).tolist()
+    return [
+        replace(
+            request,
+            prompt_ids=(*request.prompt_ids, *answer.tokens, *tokens),
+            params=replace(request.params, max_tokens=load.second_answer),
+        )
+        for request, answer, tokens in zip(requests, answers, more, strict=True)
+    ]
+
+
 def _answers(loop: EngineLoop, requests: Sequence[Request]) -> list[_Answer]:
     """Run requests together. Return their answers in order."""
     outputs: dict[str, list[RequestOutput]] = {request.request_id: [] for request in requests}
+    resumed: set[str] = set()
 
     def on_step(found: list[RequestOutput]) -> None:
         for output in found:
             outputs[output.request_id].append(output)
+        resumed.update(
+            sequence.request.request_id
+            for sequence in loop.assembled.scheduler.begun
+            if sequence.status is SequenceStatus.WAITING
+        )
 
     def submit() -> None:
         for request in requests:
@@ -126,14 +166,13 @@ def _answers(loop: EngineLoop, requests: Sequence[Request]) -> list[_Answer]:
             [logprobs.logprob for output in each for logprobs in output.logprobs],
             sum(output.num_cached_tokens for output in each),
             sum(output.num_draft_tokens for output in each),
+            name in resumed,
         )
-        for each in outputs.values()
+        for name, each in outputs.items()
     ]
 
 
-def _row(
-    setting: Setting, name: str, alone: Sequence[_Answer], found: Sequence[_Answer], loop: EngineLoop
-) -> Row:
+def _row(setting: Setting, name: str, alone: Sequence[_Answer], found: Sequence[_Answer]) -> Row:
     same_tokens = sum(one.tokens == other.tokens for one, other in zip(alone, found, strict=True))
     same_bits = sum(one[:2] == other[:2] for one, other in zip(alone, found, strict=True))
     counted = same_tokens if setting.is_interpreted else same_bits
@@ -145,7 +184,7 @@ def _row(
             "bits": same_bits,
             "cached": sum(each.num_cached for each in found),
             "drafts": sum(each.num_drafts for each in found),
-            "preemptions": loop.assembled.scheduler.stats.num_preemptions,
+            "resumed": sum(each.is_resumed for each in found),
         },
         is_right=counted == len(alone),
     )
