@@ -43,6 +43,9 @@ PARTS = (
         "prompts", "benchmarks.gpu.ranks.prompt_steps", "Whole models: steps with prompts", 300.0, 0.4, 60.0, is_fresh=True
     ),
     DayPart(
+        "launches", "benchmarks.gpu.ranks.step_kernels", "Whole models: kernels of a step", 300.0, 0.3, 60.0, is_fresh=True
+    ),
+    DayPart(
         "throughput", "benchmarks.gpu.ranks.throughput", "End to end on one rank, output tokens/s", 300.0, 0.7, 60.0, is_fresh=True
     ),
     DayPart("service", "benchmarks.gpu.ranks.service", "The service over HTTP", 300.0, 0.5, 60.0, is_fresh=True),

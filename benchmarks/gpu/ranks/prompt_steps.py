@@ -5,7 +5,7 @@ the device's time for all launches. `busy` is the second over the first; what is
 for the host. Decodes in a mixed step have contexts of the given length, of random keys and values.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -32,13 +32,21 @@ class Mix(NamedTuple):
     @property
     def words(self) -> str:
         """Name of a row."""
-        beside = f" + {self.decodes} decodes" if self.decodes else ""
-        return f"{self.prompts} x {self.length}{beside}"
+        prompts = [f"{self.prompts} x {self.length}"] if self.prompts else []
+        return " + ".join([*prompts, *([f"{self.decodes} decodes"] if self.decodes else [])])
+
+
+class KernelTime(NamedTuple):
+    """A kernel's launches in a step, and their time together."""
+
+    name: str
+    launches: int
+    seconds: float
 
 
 _MIXES = (Mix(1, 128), Mix(1, 128, 8), Mix(1, 100, 31), Mix(1, 512), Mix(1, 1024), Mix(4, 2048), Mix(1, 8192))
 _TINY_MIXES = (Mix(1, 5), Mix(2, 3, 1))
-_CONTEXT, _TINY_CONTEXT = 2048, 20
+CONTEXT, TINY_CONTEXT = 2048, 20
 _GOALS = {"busy": 0.9}
 _STEPS = 12
 
@@ -51,7 +59,7 @@ def units(setting: Setting) -> list[str]:
 def run(setting: Setting, unit: str) -> Iterator[Row]:
     """Time all mixes through one engine."""
     name, bench = unit.removeprefix("prompts "), Bench.of(setting)
-    mixes, context = (_TINY_MIXES, _TINY_CONTEXT) if setting.is_tiny else (_MIXES, _CONTEXT)
+    mixes, context = (_TINY_MIXES, TINY_CONTEXT) if setting.is_tiny else (_MIXES, CONTEXT)
     tokens = max(mix.prompts * mix.length + mix.decodes for mix in mixes)
     with engine_config(
         config_of(name, setting), setting, max_num_seqs=4 if setting.is_tiny else 64, max_model_len=max(context, tokens),
@@ -75,16 +83,22 @@ def _figures(setting: Setting, assembled: Assembled, mix: Mix, context: int) -> 
     figures: dict[str, Figure] = {"step ms": step_s * 1e3, "tokens/s": batch.num_tokens / step_s}
     if setting.is_interpreted:
         return figures | {"kernels ms": None, "launches": None, "busy": None}
+    kernels = kernel_times(step)
+    kernels_s = sum(each.seconds for each in kernels)
+    return figures | {
+        "kernels ms": kernels_s * 1e3,
+        "launches": sum(each.launches for each in kernels),
+        "busy": kernels_s / step_s,
+    }
+
+
+def kernel_times(step: Callable[[], object]) -> list[KernelTime]:
+    """Run a step once and return the time of each kernel on the device."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         step()
         torch.cuda.synchronize()
-    kernels = [event for event in profiled.key_averages() if event.device_time_total > 0]
-    kernels_s = sum(event.device_time_total for event in kernels) / 1e6
-    return figures | {
-        "kernels ms": kernels_s * 1e3,
-        "launches": sum(event.count for event in kernels),
-        "busy": kernels_s / step_s,
-    }
+    events = [event for event in profiled.key_averages() if event.device_time_total > 0]
+    return [KernelTime(event.key, event.count, event.device_time_total / 1e6) for event in events]
 
 
 def mixed(mix: Mix, context: int, vocabulary: int) -> StepBatch:

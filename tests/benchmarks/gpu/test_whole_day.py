@@ -17,7 +17,7 @@ LIMIT_S = 900.0  # ten times what a quiet machine takes
 # Parts that run together, and texts in the names of their units; none: all units run. All groups continue one day.
 GROUPS = {
     "ceilings,compile,correctness,kernels,parity": "",
-    "bits,prompts,ranks,tests,tiles": "",
+    "bits,launches,prompts,ranks,tests,tiles": "",
     # Engines of the other models run in parity and prompts.
     "step": "qwen3",
     "throughput,service": "qwen3,continuous,static,default,batch-invariant",
