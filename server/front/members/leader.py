@@ -20,7 +20,7 @@ _LOG = logging.getLogger("wideep.front")
 READ_BYTES_PER_S = 50e6  # from a slow disk
 
 
-class RankStreams(Protocol):
+class RankMessages(Protocol):
     """Messages to ranks, implemented by `server.link.ranks.Ranks`."""
 
     def regroup(self, order: Order) -> None:
@@ -30,7 +30,7 @@ class RankStreams(Protocol):
         """Close a rank's stream, so that the rank is lost."""
 
 
-class OpenRequests(Protocol):
+class FollowingRequests(Protocol):
     """Requests that follow the ranks, implemented by `server.front.requests.Requests`."""
 
     def enter(self, rank: int) -> None:
@@ -62,8 +62,8 @@ class Leader:
     def __init__(
         self,
         epochs: Epochs,
-        ranks: RankStreams,
-        requests: OpenRequests,
+        ranks: RankMessages,
+        requests: FollowingRequests,
         placement: PlacementHome,
         *,
         surviving: Callable[[Placement, Sequence[int]], Placement],

@@ -25,7 +25,7 @@ from scheduler.moves.reports import ExpertMap, LoadReport, MoveState, PlacementR
 from server.experts.control import PlacementControl
 from server.experts.load import ExpertsLoad
 from server.front.events import EventLog
-from server.front.members.leader import Leader, OpenRequests
+from server.front.members.leader import FollowingRequests, Leader
 from server.front.members.membership import Epochs, Phase
 from server.front.members.readiness import why_no_change
 from server.link.messages import Fault, PlacementUpdate, RankFacts, Regrouped, Served
@@ -91,7 +91,7 @@ class PoolFront:
         self.has_failed = False  # its ranks did not return in time; cleared when one returns
         self.leader: Leader
 
-    def lead(self, requests: OpenRequests, on_failure: Callable[["PoolFront", str], None]) -> None:
+    def lead(self, requests: FollowingRequests, on_failure: Callable[["PoolFront", str], None]) -> None:
         """Begin to lead the pool.
 
         Args:
