@@ -18,9 +18,9 @@ of 8 bits is used, which GPUs before sm_89 lack.
 
 Loaded weights are ordered for the kernels (`ordered`), as in Marlin (IST-DASLab/marlin) and OpenAI's triton_kernels:
 - codes of 4 bits: a thread's inputs of a tensor core's instruction come from its own words. So rows are multiplied where
-  a copy put them, and the next tile is decoded during the product. Words of neighbouring lines are next to each other, so
-  a tile, which has only 64 bytes of a line, is read as whole cache lines. Codes of 8 bits keep the checkpoint's order,
-  which the FP8 units read too; their rows are reordered in registers.
+  a copy put them, and the next tile is decoded during the product. A line stays in one piece: neighbouring lines next to
+  each other were slower (docs/LOG.md). Codes of 8 bits keep the checkpoint's order, which the FP8 units read too; their
+  rows are reordered in registers.
 - scales for less than a tile of inputs, and zeros: a tile's scales are next to each other, so an asynchronous copy fetches
   them like the codes, and no step waits for a load.
 
@@ -181,28 +181,22 @@ def ordered(parts: Mapping[str, Tensor], form: DeviceFormat) -> dict[str, Tensor
 
 
 def _by_groups(codes: Tensor) -> Tensor:
-    """Order codes of 4 bits, [..., N, K / 2], as [..., G, N, 16]: groups of 32 inputs. The shape stays.
+    """Order codes of 4 bits, [..., N, K / 2], within groups of 32 inputs. The shape stays.
 
     A group has four words. Input 8 * p + 2 * l + h of the group is at place p + 4 * h of word l.
     """
     # A byte (p, l) of a checkpoint has h = 0 in its lower half.
-    bytes_GNLP = (
-        codes.reshape(*codes.shape[:-1], codes.shape[-1] // 16, 4, 4)
-        .transpose(-3, -4)
-        .transpose(-1, -2)
-        .contiguous()
-    )
-    both = torch.stack((bytes_GNLP & 0xF, bytes_GNLP >> 4), -2)  # [..., l, h, p]
+    bytes_NGLP = codes.reshape(*codes.shape[:-1], codes.shape[-1] // 16, 4, 4).transpose(-1, -2).contiguous()
+    both = torch.stack((bytes_NGLP & 0xF, bytes_NGLP >> 4), -2)  # [..., l, h, p]
     return (both[..., ::2] | both[..., 1::2] << 4).view(codes.shape)
 
 
 def _from_groups(codes: Tensor) -> Tensor:
     """Undo `_by_groups`."""
-    N, half = codes.shape[-2:]
-    bytes_GNLHP = codes.view(*codes.shape[:-2], half // 16, N, 4, 2, 2)  # of two p each
-    both = torch.stack((bytes_GNLHP & 0xF, bytes_GNLHP >> 4), -1).flatten(-2)  # [..., l, h, p]
-    bytes_GNPL = (both[..., 0, :] | both[..., 1, :] << 4).transpose(-1, -2)
-    return bytes_GNPL.transpose(-3, -4).reshape(codes.shape)
+    bytes_NGLHP = codes.view(*codes.shape[:-1], codes.shape[-1] // 16, 4, 2, 2)  # of two p each
+    both = torch.stack((bytes_NGLHP & 0xF, bytes_NGLHP >> 4), -1).flatten(-2)  # [..., l, h, p]
+    bytes_NGPL = (both[..., 0, :] | both[..., 1, :] << 4).transpose(-1, -2)
+    return bytes_NGPL.reshape(codes.shape)
 
 
 def _is_tiled(form: DeviceFormat, in_dim: int) -> bool:

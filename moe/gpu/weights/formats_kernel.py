@@ -254,10 +254,7 @@ def _load_words(
     is_in = line[:, None] < HEIGHT
     if K % INNER != 0:
         is_in = is_in & (at[None, :] < K // WORD)
-    if WORD == 8:  # groups of four words, of all lines
-        place = (line * 4)[:, None] + (at // 4 * (HEIGHT * 4) + at % 4)[None, :]
-    else:
-        place = line[:, None] * (K // WORD) + at[None, :]
+    place = line[:, None] * (K // WORD) + at[None, :]
     word = tl.load(codes + place, mask=is_in, other=0).to(tl.uint32, bitcast=True)
     pairs = tl.join(_pair(word, 0, KIND), _pair(word, 1, KIND))
     if WORD == 8:
