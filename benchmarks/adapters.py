@@ -116,7 +116,15 @@ def place_adapter(
     built: Assembled, directory: Path, config: Any, place: int, options: argparse.Namespace
 ) -> None:
     """Write an adapter with random values, and put it at a place."""
-    generator, rank = torch.Generator().manual_seed(place), options.rank
+    write_random_adapter(directory, config, place, rank=options.rank, is_dense=options.dense_only)
+    bank = built.model.adapters
+    assert bank is not None, "the engine has places"
+    bank.place(place, bank.load(directory, read_adapter(directory).digest, max_rank=options.rank))
+
+
+def write_random_adapter(directory: Path, config: Any, seed: int, *, rank: int, is_dense: bool) -> None:
+    """Write an adapter of attention and, unless `is_dense`, of router and experts."""
+    generator = torch.Generator().manual_seed(seed)
     hidden, inner, experts = config.hidden_size, config.moe_intermediate_size, config.num_experts
     tensors: dict[str, torch.Tensor] = {}
 
@@ -134,20 +142,17 @@ def place_adapter(
     for layer in range(config.num_hidden_layers):
         for name, (fan_in, fan_out) in widths.items():
             draw(f"{layer}.self_attn.{name}", (rank, fan_in), (fan_out, rank))
-        if not options.dense_only:
+        if not is_dense:
             draw(f"{layer}.mlp.gate", (rank, hidden), (experts, rank))
             draw(f"{layer}.mlp.experts.base_layer", (rank * experts, hidden), (2 * inner, rank * experts))
             draw(f"{layer}.mlp.experts", (rank * experts, inner), (hidden, rank * experts))
     directory.mkdir()
     fields = {
         "peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": [*PROJECTIONS, "gate"],
-        "target_parameters": None if options.dense_only else ["experts.gate_up_proj", "experts.down_proj"],
+        "target_parameters": None if is_dense else ["experts.gate_up_proj", "experts.down_proj"],
     }  # fmt: skip
     (directory / "adapter_config.json").write_text(json.dumps(fields))
     save_file(tensors, directory / "adapter_model.safetensors")
-    bank = built.model.adapters
-    assert bank is not None, "the engine has places"
-    bank.place(place, bank.load(directory, read_adapter(directory).digest, max_rank=rank))
 
 
 def bound(config: Any, options: argparse.Namespace, batch: int, num_adapters: int) -> float:
