@@ -69,10 +69,11 @@ def kill(service: RealService, *ranks: int) -> float:
 
 
 def has_members(service: RealService, ranks: list[int]) -> bool:
-    """Return whether these ranks serve. False while the front is down."""
+    """Return whether these ranks serve. False while the front is down; an error if the whole service has ended."""
     try:
         now = service.status()
     except httpx.TransportError:
+        service.check_any_runs()
         return False
     return (now["phase"], now["members"]) == ("serving", ranks)
 

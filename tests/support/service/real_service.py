@@ -99,6 +99,11 @@ class RealService:
         ended = [process.returncode for process in self.processes if process.poll() is not None]
         assert not ended, f"ended with {ended}:\n{self.output()}"
 
+    def check_any_runs(self) -> None:
+        """Fail if all commands have ended: nothing is worth waiting for."""
+        if all(process.poll() is not None for process in self.processes):
+            self.check_runs()
+
     def _is_ready(self) -> bool:
         self.check_runs()
         try:
