@@ -22,13 +22,11 @@ from typing import Any
 from benchmarks.adapters import write_random_adapter
 from benchmarks.card import environment_card, print_card, print_tail, save_result
 from benchmarks.models.random_model import config_of, ensure_random_model
-from benchmarks.serving.live_answers import LiveAnswer, longest_pause_s
+from benchmarks.serving.live_answers import longest_pause_of_all_s, running_streams, wait_for_pieces_after
 from benchmarks.serving.service import HOST, Service, greedy_tokens
 from server.http.client import ServiceClient
 
 _PROBE_TOKENS = 16
-_BEGUN_PIECES = 10
-_POLL_S = 0.02
 _USUAL_S = 2.0  # of streams without loads
 
 
@@ -71,31 +69,22 @@ class _Loads:
     async def measure(self) -> dict[str, Any]:
         """Load the adapters while streams run."""
         before = await asyncio.to_thread(greedy_tokens, self._port, self._probe, _PROBE_TOKENS)
-        streams = [self._stream(number) for number in range(self._args.streams)]
-        reading = [asyncio.create_task(each.read()) for each in streams]
-        while not all(len(each.arrivals_s) > _BEGUN_PIECES for each in streams):
-            await asyncio.sleep(_POLL_S)
-        begun_s = time.perf_counter()
-        await asyncio.sleep(_USUAL_S)
-        ordered_s = time.perf_counter()
-        load_s = [await asyncio.to_thread(self._load, folder) for folder in self._folders]
-        ended_s = time.perf_counter()
-        while not all(each.arrivals_s[-1] > ended_s for each in streams):
-            await asyncio.sleep(_POLL_S)
-        after = await asyncio.to_thread(greedy_tokens, self._port, self._probe, _PROBE_TOKENS)
-        answered = [await asyncio.to_thread(self._answer, folder.name) for folder in self._folders]
-        for task in reading:
-            task.cancel()
-        await asyncio.gather(*reading, return_exceptions=True)
-        pauses, usual = (
-            max(longest_pause_s(each.arrivals_s, *span) or 0.0 for each in streams)
-            for span in ((ordered_s, ended_s), (begun_s, ordered_s))
-        )
+        async with running_streams(
+            self._port, count=self._args.streams, prompt_tokens=self._args.prompt_tokens, num_tokens=self._args.tokens
+        ) as streams:  # fmt: skip
+            begun_s = time.perf_counter()
+            await asyncio.sleep(_USUAL_S)
+            ordered_s = time.perf_counter()
+            load_s = [await asyncio.to_thread(self._load, folder) for folder in self._folders]
+            ended_s = time.perf_counter()
+            await wait_for_pieces_after(streams, ended_s)
+            after = await asyncio.to_thread(greedy_tokens, self._port, self._probe, _PROBE_TOKENS)
+            answered = [await asyncio.to_thread(self._answer, folder.name) for folder in self._folders]
         return {
             "seconds": ended_s - ordered_s,
             "longest_load_s": max(load_s),
-            "pause_s": pauses,
-            "usual_s": usual,
+            "pause_s": longest_pause_of_all_s(streams, ordered_s, ended_s),
+            "usual_s": longest_pause_of_all_s(streams, begun_s, ordered_s),
             "is_right": before == after and all(count == _PROBE_TOKENS for count in answered),
         }
 
@@ -112,11 +101,6 @@ class _Loads:
         }  # fmt: skip
         with ServiceClient(f"http://{HOST}:{self._port}") as service:
             return int(service.post("/v1/completions", body).json()["usage"]["completion_tokens"])
-
-    def _stream(self, number: int) -> LiveAnswer:
-        prompt = [100 + (7 * number + place) % 4000 for place in range(self._args.prompt_tokens)]
-        body = {"prompt": prompt, "max_tokens": self._args.tokens, "temperature": 0, "ignore_eos": True}
-        return LiveAnswer(port=self._port, body=body, is_streamed=True)
 
 
 def _parser() -> argparse.ArgumentParser:

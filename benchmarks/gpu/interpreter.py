@@ -64,7 +64,7 @@ def _make_operations_cheaper(interpreter: Any) -> None:
     _keep_numpy_types(interpreter)
     _check_no_sizes(interpreter.TensorHandle)
     _describe_tuples_late(core)
-    _compare_types_by_name(core)
+    _compare_types_by_identity(core)
     _keep_shapes_of_types(core)
     _keep_shapes_of_tensors(core)
     _broadcast_only_other_shapes(type(semantic), core)
@@ -108,7 +108,7 @@ def _check_no_sizes(handle: Any) -> None:
     handle.__init__ = create
 
 
-def _compare_types_by_name(core: Any) -> None:
+def _compare_types_by_identity(core: Any) -> None:
     """Compare types with themselves first: the interpreter has one object per type of numbers."""
     equal = core.dtype.__eq__
     core.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
@@ -199,7 +199,7 @@ def _broadcast_only_other_shapes(semantic: Any, core: Any) -> None:
         blocks = number.__dict__.get("blocks")
         if blocks is None:  # not a number of the kernel's text
             return broadcast(self, number, like)[0]
-        key = like.type.numel, *like.type.shape.values
+        key = tuple(like.type.shape.values)
         if key not in blocks:
             blocks[key] = broadcast(self, number, like)[0]
             blocks[key].handle.data.flags.writeable = False

@@ -6,7 +6,8 @@ Answers are compared by values that must not depend on faults: text, logprobs an
 import asyncio
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -14,6 +15,8 @@ from typing import Any, NamedTuple
 from benchmarks.serving.service import HOST
 
 RETRY_S = 0.2  # after a 503 that did not accept the request
+POLL_S = 0.02
+_BEGUN_PIECES = 10
 
 
 class Said(NamedTuple):
@@ -149,3 +152,35 @@ def longest_pause_s(arrivals_s: Sequence[float], from_s: float, until_s: float) 
     return max(
         (end - begin for begin, end in pairwise(arrivals_s) if end > from_s and begin < until_s), default=None
     )
+
+
+@asynccontextmanager
+async def running_streams(
+    port: int, *, count: int, prompt_tokens: int, num_tokens: int
+) -> AsyncIterator[list[LiveAnswer]]:
+    """Yield greedy streams once all have begun, and end them with the block. Each has its own prompt."""
+    streams = []
+    for number in range(count):
+        prompt = [100 + (7 * number + place) % 4000 for place in range(prompt_tokens)]
+        body = {"prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
+        streams.append(LiveAnswer(port=port, body=body, is_streamed=True))
+    reading = [asyncio.create_task(each.read()) for each in streams]
+    try:
+        while not all(len(each.arrivals_s) > _BEGUN_PIECES for each in streams):
+            await asyncio.sleep(POLL_S)
+        yield streams
+    finally:
+        for task in reading:
+            task.cancel()
+        await asyncio.gather(*reading, return_exceptions=True)
+
+
+async def wait_for_pieces_after(streams: Sequence[LiveAnswer], moment_s: float) -> None:
+    """Wait until every stream has a piece that arrived after a time.perf_counter()."""
+    while not all(each.arrivals_s[-1] > moment_s for each in streams):
+        await asyncio.sleep(POLL_S)
+
+
+def longest_pause_of_all_s(streams: Sequence[LiveAnswer], from_s: float, until_s: float) -> float:
+    """Return the longest pause of any stream that overlaps the interval; 0 if there was none."""
+    return max(longest_pause_s(each.arrivals_s, from_s, until_s) or 0.0 for each in streams)

@@ -29,13 +29,16 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.card import environment_card, print_card, print_tail, save_result
 from benchmarks.models.random_model import config_of, ensure_random_model, spread
-from benchmarks.serving.live_answers import LiveAnswer, longest_pause_s
+from benchmarks.serving.live_answers import (
+    LiveAnswer,
+    longest_pause_of_all_s,
+    running_streams,
+    wait_for_pieces_after,
+)
 from benchmarks.serving.service import HOST, Service, greedy_tokens
 from server.http.client import ServiceClient
 
 _PROBE_TOKENS = 16
-_BEGUN_PIECES = 10
-_POLL_S = 0.02
 _BFLOAT16_BYTES = 2
 _FLAGS = {
     "cpu": ["--disable-access-log"],
@@ -112,34 +115,28 @@ class Updates:
     async def measure(self) -> list[dict[str, Any]]:
         """Update the weights in turn while streams run. Returns a row per update."""
         self._known[0] = await asyncio.to_thread(greedy_tokens, self._port, self._probe, _PROBE_TOKENS)
-        streams = [self._stream(number) for number in range(self._args.streams)]
-        reading = [asyncio.create_task(each.read()) for each in streams]
-        while not all(len(each.arrivals_s) > _BEGUN_PIECES for each in streams):
-            await asyncio.sleep(_POLL_S)
-        rows = [await self._update(number, streams) for number in range(1, self._args.rounds + 1)]
-        for task in reading:
-            task.cancel()
-        await asyncio.gather(*reading, return_exceptions=True)
-        return rows
+        async with running_streams(
+            self._port, count=self._args.streams, prompt_tokens=self._args.prompt_tokens, num_tokens=self._args.tokens
+        ) as streams:  # fmt: skip
+            return [await self._update(number, streams) for number in range(1, self._args.rounds + 1)]
 
     async def _update(self, number: int, streams: Sequence[LiveAnswer]) -> dict[str, Any]:
         begun_s = time.perf_counter()
         await asyncio.sleep(1.0)
-        usual = [longest_pause_s(each.arrivals_s, begun_s, time.perf_counter()) for each in streams]
+        usual_s = longest_pause_of_all_s(streams, begun_s, time.perf_counter())
         ordered_s = time.perf_counter()
         info = await asyncio.to_thread(self._replace, self._folders[number % 2])
         ended_s = time.perf_counter()
-        while not all(each.arrivals_s[-1] > ended_s for each in streams):
-            await asyncio.sleep(_POLL_S)
-        pauses = [longest_pause_s(each.arrivals_s, ordered_s, time.perf_counter()) for each in streams]
+        await wait_for_pieces_after(streams, ended_s)
+        pause_s = longest_pause_of_all_s(streams, ordered_s, time.perf_counter())
         tokens = await asyncio.to_thread(greedy_tokens, self._port, self._probe, _PROBE_TOKENS)
         return {
             "number": number,
             "seconds": ended_s - ordered_s,
             "load_s": info["load_seconds"],
             "switch_s": info["switch_seconds"],
-            "pause_s": max(each or 0.0 for each in pauses),
-            "usual_s": max(each or 0.0 for each in usual),
+            "pause_s": pause_s,
+            "usual_s": usual_s,
             "is_right": self._known.setdefault(number % 2, tokens) == tokens,
         }
 
@@ -149,11 +146,6 @@ class Updates:
             service.post("/update_weights", {"path": str(folder)})
             info: dict[str, Any] = service.post("/finish_weight_update", {}).json()
         return info
-
-    def _stream(self, number: int) -> LiveAnswer:
-        prompt = [100 + (7 * number + place) % 4000 for place in range(self._args.prompt_tokens)]
-        body = {"prompt": prompt, "max_tokens": self._args.tokens, "temperature": 0, "ignore_eos": True}
-        return LiveAnswer(port=self._port, body=body, is_streamed=True)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -77,6 +77,10 @@ class MtpNames:
         )
         self._starts = sorted(starts)
 
+    def has(self, name: str) -> bool:
+        """Return whether a tensor is of these layers, under its publisher's name or this code's (random weights have that)."""
+        return self.renamed(name) is not None or name.startswith(PREFIX)
+
     def renamed(self, name: str) -> str | None:
         """Return a tensor's name in this code, "" for a copy of the model's own, or None outside MTP layers."""
         part = self._part(name)

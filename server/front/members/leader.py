@@ -20,7 +20,7 @@ _LOG = logging.getLogger("wideep.front")
 READ_BYTES_PER_S = 50e6  # from a slow disk
 
 
-class RankMessages(Protocol):
+class RankOrders(Protocol):
     """Messages to ranks, implemented by `server.link.ranks.Ranks`."""
 
     def regroup(self, order: Order) -> None:
@@ -62,7 +62,7 @@ class Leader:
     def __init__(
         self,
         epochs: Epochs,
-        ranks: RankMessages,
+        ranks: RankOrders,
         requests: FollowingRequests,
         placement: PlacementHome,
         *,

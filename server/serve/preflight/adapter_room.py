@@ -11,7 +11,6 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moe.mtp.names import PREFIX
 from scheduler.policy.config import EngineSettings
 from server.machine.model_fields import NOT_OF_TEXT, experts_per_token, most, num_experts
 from server.options.table import Options
@@ -84,8 +83,7 @@ def adapted_features(
     for name, tensor in tensors.items():
         is_of_experts = is_expert(name, tensor["shape"], count)
         module = EXPERTS if is_of_experts else _WEIGHT.sub("", name).rpartition(".")[2]
-        is_draft = mtp.renamed(name) is not None or name.startswith(PREFIX)
-        if is_draft or NOT_OF_TEXT.search(name) or (modules and module not in modules):
+        if mtp.has(name) or NOT_OF_TEXT.search(name) or (modules and module not in modules):
             continue
         if is_of_experts:
             experts += _expert_features(name, tensor, hidden, count)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from expert_placement.config import EplbConfigError, slots_of_rank
-from moe.mtp.names import PREFIX, MtpNames
+from moe.mtp.names import MtpNames
 from server.machine.model_fields import NOT_OF_TEXT, field_of, most, num_experts
 from server.options.table import Options
 from server.serve.preflight.model import PreflightError, read_config, read_headers, slots_in
@@ -175,7 +175,6 @@ def weight_bytes(
     mtp = mtp_names(tensors, config)
     for own_name, tensor in tensors.items():
         of_mtp = mtp.renamed(own_name)
-        is_draft = bool(of_mtp) or own_name.startswith(PREFIX)  # random weights have this code's names
         name = own_name if of_mtp is None else of_mtp
         if NOT_OF_TEXT.search(name) or name.endswith(NOT_KEPT):
             continue
@@ -193,7 +192,7 @@ def weight_bytes(
                 continue
             experts += size
             numbers = map(int, re.findall(r"\.(\d+)\.", f".{name}")[:1])  # the first number is the layer
-            layers.update((number, place) for number in numbers if is_draft or number < num_layers)
+            layers.update((number, place) for number in numbers if mtp.has(own_name) or number < num_layers)
         else:
             shared += size
     return WeightBytes(shared, experts, max(1, len(layers)))
