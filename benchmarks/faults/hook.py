@@ -128,8 +128,8 @@ def _change_frames(module: Any, orders: Ordered) -> None:
     module.Channel.send_record, module.Channel.receive_record = send_slowly, receive_changed
 
 
-def _change_peers(module: Any, orders: Ordered) -> None:
-    records = module._Link._records
+def _change_peer_link(module: Any, orders: Ordered) -> None:
+    records = module.PeerLink._records
 
     def watched(link: Any, channel: Any, *arguments: Any) -> Iterator[Any]:
         """Yield the records that the service accepts, none of which may be a changed one."""
@@ -138,7 +138,7 @@ def _change_peers(module: Any, orders: Ordered) -> None:
                 orders.note_flip(UNSEEN)
             yield found
 
-    module._Link._records = watched
+    module.PeerLink._records = watched
 
 
 def _change_rank_link(module: Any, orders: Ordered) -> None:
@@ -162,6 +162,6 @@ def _flip(record: memoryview) -> None:
 _CHANGES: dict[str, Callable[[Any, Ordered], None]] = {
     "kvcache.tiers.records": _change_records,
     "kvcache.tiers.frames": _change_frames,
-    "kvcache.tiers.peers": _change_peers,
+    "kvcache.tiers.peer_link": _change_peer_link,
     "server.link.rank_link": _change_rank_link,
 }

@@ -2,7 +2,8 @@
 
 One process computes nothing: it saves random blocks to host memory. Then they are loaded into another cache of the same node, and
 fetched by a process with its own host memory, over loopback and over a pair of virtual interfaces between two network
-namespaces (root only). Fetched blocks are loaded too, as a request does it. Bytes are compared before times are taken.
+namespaces (root only), by TCP and with NIXL if it is installed (set UCX_TLS=tcp,self: otherwise UCX copies between processes of one
+machine). Fetched blocks are loaded too, as a request does it. Bytes are compared before times are taken.
 
 How much of a hand-over is not hidden behind the prompt? The saving rank gets the blocks in chunks, as its steps compute them, and
 the other rank loads each block when it is there. What is left after the last chunk is not hidden. Copies layer by layer begin
@@ -40,6 +41,7 @@ from kvcache.tiers.jobs import FetchJob, LoadJob, SaveJob
 from kvcache.tiers.opening import Kinds, open_host
 from kvcache.tiers.peers import PeerNetwork, Peers
 from kvcache.tiers.records import RecordLayout, file_bytes
+from kvcache.tiers.remote_memory import RemoteMemoryError, check_installed
 from kvcache.tiers.tiers import Tiers, Units
 from kvcache.unit import CacheUnit, block_parts, parts_after
 
@@ -53,7 +55,13 @@ class TransferEnd:
     """A cache with host memory, as a rank has it."""
 
     def __init__(
-        self, args: argparse.Namespace, host: str, seed: int, *, shared: "TransferEnd | None" = None
+        self,
+        args: argparse.Namespace,
+        host: str,
+        seed: int,
+        *,
+        shared: "TransferEnd | None" = None,
+        has_nixl: bool = False,
     ) -> None:
         """`shared`: a rank of the same node. Both use its host memory."""
         shape = LayerShape(num_kv_heads=_HEADS, key_dim=_DIM, value_dim=_DIM)
@@ -64,7 +72,7 @@ class TransferEnd:
                 part.copy_(torch.rand(part.shape, generator=generator))
         self.record_bytes = CacheUnit(block_parts(self.cache)).num_bytes
         self.tokens = list(range(args.blocks * BLOCK_TOKENS))
-        self._host, self._shared = host, shared
+        self._network, self._shared = PeerNetwork(host, _SECRET, has_nixl), shared
         self._open()
 
     def _open(self) -> None:
@@ -80,7 +88,7 @@ class TransferEnd:
             layers=WrittenLayers(self.cache.progress, parts_after(self.cache)),
         )
         self.peers = Peers(
-            self.tiers, self._tier, PeerNetwork(self._host, _SECRET),
+            self.tiers, self._tier, self._network,
             memory="", blocks=layout, states=None, block_tokens=BLOCK_TOKENS,
         )  # fmt: skip
         self.tiers.peers = self.peers
@@ -231,6 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--chunk-blocks", type=int, default=32, help="of a step (default: %(default)s)")
     parser.add_argument("--step-ms", type=float, default=200.0, help="of a chunk (default: %(default)s)")
     parser.add_argument("--serve", metavar="HOST", help=argparse.SUPPRESS)
+    parser.add_argument("--nixl", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     if args.serve:
         return _serve(args)
@@ -274,21 +283,40 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
 
     add("save to host memory", save_again)
     add("load from host memory", side.load)
+    side.close()
     loopback: tuple[str, list[str], str] = "loopback", [], "127.0.0.1"
     for name, prefix, host in itertools.chain([loopback], _veth()):
-        with prefix_served(args, prefix, host) as address:
+        for by_nixl in (False, True) if _has_nixl() else (False,):
+            ends = f"{name}, with NIXL" if by_nixl else name
+            side = TransferEnd(args, "127.0.0.1", seed=1, has_nixl=by_nixl)
+            with prefix_served(args, prefix, host, by_nixl) as address:
 
-            def fetch_again(address: str = address) -> float:
-                side.renew()
-                return side.fetch(address)
+                def fetch_again(side: TransferEnd = side, address: str = address) -> float:
+                    side.renew()
+                    return side.fetch(address)
 
-            fetch_again()
-            side.load()
-            _compare(side.cache, other.cache)
-            add(f"fetch over {name}", fetch_again)
-            add(f"fetch over {name} and load", lambda: fetch_again() + side.load())
-    side.close()
+                def fetch_and_load(
+                    side: TransferEnd = side, fetch: Callable[[], float] = fetch_again
+                ) -> float:
+                    return fetch() + side.load()
+
+                fetch_and_load()
+                if bool(side.tiers.figures.peer_read_bytes) != by_nixl:
+                    raise RuntimeError("NIXL has failed")
+                _compare(side.cache, other.cache)
+                add(f"fetch over {ends}", fetch_again)
+                add(f"fetch over {ends} and load", fetch_and_load)
+            side.close()
     return ways
+
+
+def _has_nixl() -> bool:
+    try:
+        check_installed()
+    except RemoteMemoryError as error:
+        print(f"{error}: left out")
+        return False
+    return True
 
 
 def _compare(ours: PagedCache, theirs: PagedCache) -> None:
@@ -298,9 +326,12 @@ def _compare(ours: PagedCache, theirs: PagedCache) -> None:
 
 
 @contextlib.contextmanager
-def prefix_served(args: argparse.Namespace, prefix: Sequence[str], host: str) -> Iterator[str]:
+def prefix_served(
+    args: argparse.Namespace, prefix: Sequence[str], host: str, has_nixl: bool
+) -> Iterator[str]:
     """Run a process that serves the blocks, behind a command such as `ip netns exec`. Yields its address."""
     options = [f"--{name}={getattr(args, name)}" for name in ("blocks", "layers")]
+    options += ["--nixl"] * has_nixl
     command = [*prefix, sys.executable, "-m", "benchmarks.kv.transfer", f"--serve={host}", *options]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None and process.stdout is not None
@@ -312,7 +343,7 @@ def prefix_served(args: argparse.Namespace, prefix: Sequence[str], host: str) ->
 
 
 def _serve(args: argparse.Namespace) -> int:
-    side = TransferEnd(args, args.serve, seed=2)
+    side = TransferEnd(args, args.serve, seed=2, has_nixl=args.nixl)
     side.save()
     print(json.dumps({"address": side.peers.address.address}), flush=True)
     sys.stdin.read()

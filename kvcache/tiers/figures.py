@@ -22,6 +22,7 @@ class TierFigures(NamedTuple):
     disk_store_s: float = 0.0
     num_lookups: int = 0  # requests that looked for more of their prefix than the device had
     peer_fetch_bytes: int = 0  # received from other nodes
+    peer_read_bytes: int = 0  # of these, read with NIXL
     peer_fetch_s: float = 0.0  # time of the threads that fetch, over all peers
     peer_serve_bytes: int = 0  # sent to other nodes
     # Fetches by outcome: something came, the peer had nothing, computing was predicted to be faster, the peer failed.

@@ -4,9 +4,11 @@ A connection begins with a handshake. The client sends what its records mean (mo
 server refuses other versions and layouts first, and answers with its own random number. Then both prove that they know the
 service's secret: each sends an HMAC of these messages, and the secret itself is never sent. After that, the client sends requests,
 one after the other: the tokens of a prefix. The server computes its node's keys from them, because each node hashes with another
-secret. It answers with the range of blocks that it has, and with their records.
+secret. It answers with the range of blocks that it has, and with their records. If both ends have NIXL, it answers with the
+addresses and checksums of the records instead, and the client reads them (`kvcache.tiers.remote_memory`).
 
-All messages have fixed sizes, except the tokens of a request, which are limited. So a hostile peer can only waste its connection.
+All messages have fixed sizes, except the tokens of a request and the list of addresses, which are limited. So a hostile peer can only
+waste its connection.
 Requests and answers carry an HMAC with the connection's key, so a flipped bit cannot request another prefix. Records have their
 checksums, which detect faults, not forgeries: as with tensors between ranks, an attacker on the network could change their bytes.
 """
@@ -18,6 +20,7 @@ import socket
 import struct
 import time
 from array import array
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvcache.prefix import KEY_BYTES
@@ -27,16 +30,20 @@ STALL_S = 1.0  # a peer that sends or takes nothing for this long is lost
 MOST_TOKENS = 1 << 22  # of a request
 # Numbers of records that are not blocks. They differ from those of blocks, and from each other, in several bytes.
 STATE, _END = 0xFFFF_FFFF, 0xE5D4_C3B2
-_MAGIC, _VERSION = b"WIDEEPPF", 1
+_MAGIC, _VERSION = b"WIDEEPPF", 2
 _MEANING = struct.Struct("<32s32sQQ")  # model and layout, software, bytes of a block, bytes of a state
 _HELLO = struct.Struct(f"<8sI{_MEANING.size}s32s")  # magic, version, meaning, nonce
 _REPLY = struct.Struct("<B32s")  # a number of _REFUSALS, nonce
-# root, generation, tokens, first block, end of the newest state, awaited blocks
-_REQUEST = struct.Struct(f"<{KEY_BYTES}sQIIII")
-_ANSWER = struct.Struct("<II")  # first block, end
+# root, generation, tokens, first block, end of the newest state, awaited blocks, whether addresses are wanted
+_REQUEST = struct.Struct(f"<{KEY_BYTES}sQIIII?")
+# First block, end, whether addresses follow instead of records, bytes of the agent's metadata, records. The metadata and the
+# addresses follow.
+_ANSWER = struct.Struct("<II?II")
+_ADDRESS = struct.Struct("<IQQ")  # number and checksum as in a record's header; address
 _RECORD = struct.Struct("<IQ")  # block of the prefix, STATE or END; checksum
 HEADER_BYTES = _RECORD.size
 _MAC_BYTES = 32
+_MOST_METADATA = 1 << 16
 _SLICE = 1 << 20  # bytes that are sent within one time-out
 _ACCEPTED, _OTHER_VERSION, _OTHER_LAYOUT, _OTHER_SOFTWARE = range(4)
 _REFUSALS = {
@@ -59,13 +66,7 @@ class PrefixRequest(NamedTuple):
     first_block: int  # the client has the blocks before this one
     newest_state: int  # number of blocks before the newest state that the client has; 0 if it has none
     num_awaited: int = 0  # the first blocks that the server's node has or is saving now
-
-
-class PrefixAnswer(NamedTuple):
-    """What the server sends: a state after block `end` - 1 if the model keeps states, and blocks first_block to end - 1."""
-
-    first_block: int
-    end: int  # 0 if it has nothing to add
+    wants_addresses: bool = False  # the client can read the server's memory
 
 
 class RecordHeader(NamedTuple):
@@ -73,6 +74,28 @@ class RecordHeader(NamedTuple):
 
     number: int  # of the block in the prefix, or STATE
     checksum: int
+
+
+class RecordAddress(NamedTuple):
+    """A record that the client may read in the server's memory."""
+
+    header: RecordHeader
+    address: int
+
+
+class Addresses(NamedTuple):
+    """The records of an answer in the server's memory, in the order in which they would be sent."""
+
+    metadata: bytes  # of the server's NIXL agent
+    records: Sequence[RecordAddress]
+
+
+class PrefixAnswer(NamedTuple):
+    """What the server sends: a state after block `end` - 1 if the model keeps states, and blocks first_block to end - 1."""
+
+    first_block: int
+    end: int  # 0 if it has nothing to add
+    addresses: Addresses | None = None  # instead of the records
 
 
 END_OF_ANSWER = RecordHeader(_END, 0)
@@ -143,14 +166,24 @@ class Channel:
         self._socket.close()
 
     def request(self, request: PrefixRequest, until_s: float) -> PrefixAnswer:
-        """Send a request and return the answer's beginning. Its records follow: `receive_header`."""
+        """Send a request and return the answer's beginning. Unless it has addresses, records follow: `receive_header`."""
         self._num_requests += 1
         root, generation, token_ids, *numbers = request
         content = _REQUEST.pack(root, generation, len(token_ids), *numbers) + token_ids.tobytes()
         self._send(content + self._mac_of(b"request", content), until_s)
-        answer = receive(self._socket, _ANSWER.size + _MAC_BYTES, until_s)
-        self._check(b"answer", answer[: _ANSWER.size], answer[_ANSWER.size :])
-        return PrefixAnswer(*_ANSWER.unpack(answer[: _ANSWER.size]))
+        head = receive(self._socket, _ANSWER.size, until_s)
+        first_block, end, has_addresses, num_metadata, num_records = _ANSWER.unpack(head)
+        if num_metadata > _MOST_METADATA or num_records > len(token_ids) + 1:
+            raise PeerProtocolError("its answer is too long")
+        listed = receive(self._socket, num_metadata + num_records * _ADDRESS.size, until_s)
+        self._check(b"answer", head + listed, receive(self._socket, _MAC_BYTES, until_s))
+        if not has_addresses:
+            return PrefixAnswer(first_block, end)
+        records = [
+            RecordAddress(RecordHeader(number, checksum), address)
+            for number, checksum, address in _ADDRESS.iter_unpack(listed[num_metadata:])
+        ]
+        return PrefixAnswer(first_block, end, Addresses(listed[:num_metadata], records))
 
     def receive_header(self, until_s: float) -> RecordHeader:
         """Return the header of the next record."""
@@ -182,7 +215,12 @@ class Channel:
 
     def answer(self, answer: PrefixAnswer) -> None:
         """Send the beginning of an answer."""
-        content = _ANSWER.pack(*answer)
+        first_block, end, addresses = answer
+        metadata, records = addresses or Addresses(b"", ())
+        content = (
+            _ANSWER.pack(first_block, end, addresses is not None, len(metadata), len(records)) + metadata
+        )
+        content += b"".join(_ADDRESS.pack(*header, address) for header, address in records)
         self._send(content + self._mac_of(b"answer", content))
 
     def send_record(self, header: RecordHeader, record: memoryview) -> None:

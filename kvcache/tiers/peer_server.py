@@ -2,14 +2,15 @@
 
 Every rank of a node has one, and all of them serve the same memory, so a lost rank makes no record unreachable. It only reads, in
 a thread per connection, and no step waits for it. The checksum of a record is computed again before it is sent, so a record that
-is damaged here is not sent, and a wrong checksum at the client means a damaged transfer. See `kvcache.tiers.frames` for the protocol.
+is damaged here is not sent, and a wrong checksum at the client means a damaged transfer. A client with NIXL only gets a list of
+addresses, and verifies what it reads itself. See `kvcache.tiers.frames` for the protocol.
 """
 
 import contextlib
 import logging
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from threading import Lock, Thread
 from typing import NamedTuple
 
@@ -18,12 +19,15 @@ from kvcache.tiers.frames import (
     HEADER_BYTES,
     STALL_S,
     STATE,
+    Addresses,
     Channel,
     PrefixAnswer,
     PrefixRequest,
+    RecordAddress,
     RecordHeader,
 )
 from kvcache.tiers.records import ReadResult, RecordStore
+from kvcache.tiers.remote_memory import SharedMemory
 from kvcache.tiers.tiers import Tier
 from kvcache.unit import sum_of_bytes
 
@@ -54,6 +58,7 @@ class PeerServer:
         block_tokens: int,
         key_secret: Callable[[], KeySecret],
         on_sent: Callable[[int], None],
+        memory: SharedMemory | None = None,
     ) -> None:
         """Listen and start the thread that accepts connections.
 
@@ -62,13 +67,15 @@ class PeerServer:
             meaning: `frames.meaning_of` of the tier's records.
             secret: Known to processes of this service only.
             key_secret: Returns the present key of the tier's hash; called in any thread.
-            on_sent: Called with the number of bytes of each record that was sent, in any thread.
+            on_sent: Called with the number of bytes of each record that was sent or listed, in any thread.
+            memory: The tier's, for clients that read it. None: all records are sent.
 
         Raises:
             OSError: The address cannot be used.
         """
         self._tier, self._meaning, self._secret = tier, meaning, secret
         self._block_tokens, self._key_secret, self._on_sent = block_tokens, key_secret, on_sent
+        self._memory = memory
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=MOST_CONNECTIONS)
         shown = f"[{host}]" if ":" in host else host
@@ -133,10 +140,11 @@ class PeerServer:
             keys = PrefixIndex(self._block_tokens, key_secret.secret).keys_of(request.token_ids, request.root)
         self._await(keys[: request.num_awaited])
         answer = self._find(keys, request)
+        if request.wants_addresses and self._memory is not None:
+            channel.answer(answer._replace(addresses=self._addresses(self._memory, keys, answer)))
+            return
         channel.answer(answer)
-        if answer.end:
-            self._send_records(channel, keys, answer)
-        channel.send_end()
+        self._send_records(channel, keys, answer)
 
     def _await(self, keys: list[bytes]) -> None:
         """Wait until a rank of this node has saved these blocks, and the state after them if the model keeps states."""
@@ -158,16 +166,35 @@ class PeerServer:
             end = 0
         return PrefixAnswer(min(first, end), end)
 
+    def _records(self, keys: list[bytes], answer: PrefixAnswer) -> Iterator[tuple[RecordStore, int, bytes]]:
+        """Yield the store, number and key of each record of an answer: a state, then blocks."""
+        blocks, states = self._tier.blocks, self._tier.states
+        if answer.end and states is not None:
+            yield states, STATE, keys[answer.end - 1]
+        for number in range(answer.first_block, answer.end):
+            yield blocks, number, keys[number]
+
     def _send_records(self, channel: Channel, keys: list[bytes], answer: PrefixAnswer) -> None:
-        """Send a state, then blocks, up to the first one that is gone."""
+        """Send the records up to the first one that is gone."""
         blocks, states = self._tier.blocks, self._tier.states
         most_bytes = max(blocks.record_bytes, states.record_bytes if states else 0)
         frame = memoryview(bytearray(HEADER_BYTES + most_bytes))
-        if states is not None and not self._send(channel, states, STATE, keys[answer.end - 1], frame):
-            return
-        for number in range(answer.first_block, answer.end):
-            if not self._send(channel, blocks, number, keys[number], frame):
-                return
+        for store, number, key in self._records(keys, answer):
+            if not self._send(channel, store, number, key, frame):
+                break
+        channel.send_end()
+
+    def _addresses(self, memory: SharedMemory, keys: list[bytes], answer: PrefixAnswer) -> Addresses:
+        """List the records up to the first one that is gone."""
+        listed = []
+        for store, number, key in self._records(keys, answer):
+            found = store.offset_of(key)
+            if found is None:
+                break
+            offset, checksum = found
+            listed.append(RecordAddress(RecordHeader(number, checksum), memory.address_of(store, offset)))
+            self._on_sent(store.record_bytes)
+        return Addresses(memory.metadata, listed)
 
     def _send(self, channel: Channel, store: RecordStore, number: int, key: bytes, frame: memoryview) -> bool:
         """Send a record by way of `frame`. Returns False if it is gone."""

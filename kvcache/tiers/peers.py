@@ -1,47 +1,26 @@
 """Fetch prefixes from the host memory of other nodes into that of this one.
 
 A request may name a rank of another node that probably has its prefix. A thread per such rank connects to its server, receives
-the records that this node lacks, verifies their checksums, and writes them to host memory. Then the request finds them as it finds
-what a rank of this node has computed. So the rest of a rank knows no peers, and a fetch that fails only costs the time until
-its limit: the request computes its prompt.
+the records that this node lacks, verifies their checksums, and writes them to host memory. With NIXL, it reads them in the other
+node's memory. Then the request finds them as it finds what a rank of this node has computed. So the rest of a rank knows no peers,
+and a fetch that fails only costs the time until its limit: the request computes its prompt.
 
-A fetch must be predicted to be faster than computing. The prediction uses moving averages: of a peer's rate and delay, and of the
-time that a prompt's token adds to this rank's steps. What is not measured yet counts as free. Idea: Mooncake (arXiv 2407.00079),
-which weighs the transfer of a prefix against its computation. Rejected: a transfer from GPU to GPU, past the host memory, which
-needs memory on both devices to be held until both sides release it.
+Rejected: a transfer from GPU to GPU, past the host memory, which needs memory on both devices to be held until both sides release it.
 """
 
-import logging
 import time
-from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from queue import SimpleQueue
-from threading import Thread
+from collections.abc import Callable
 from typing import NamedTuple
 
-from kvcache.prefix import PrefixIndex
-from kvcache.tiers.frames import (
-    END_OF_ANSWER,
-    STATE,
-    Channel,
-    PeerProtocolError,
-    PrefixAnswer,
-    PrefixRequest,
-    meaning_of,
-)
 from kvcache.tiers.jobs import FetchJob, PeerAddress
-from kvcache.tiers.peer_server import KeySecret, PeerServer
+from kvcache.tiers.peer_link import PeerLink, PeerSide
+from kvcache.tiers.peer_server import PeerServer
 from kvcache.tiers.records import RecordLayout
+from kvcache.tiers.remote_memory import NixlAgent, SharedMemory
 from kvcache.tiers.tiers import Tier, Tiers
-from kvcache.unit import sum_of_bytes
 
-log = logging.getLogger(__name__)
-MOST_FETCH_S = 3.0  # then the request starts with what has arrived
 MOST_LINKS = 64  # connections to peers; the one that was used the longest time ago is closed
-AVOID_S = 10.0  # after a failure, a peer is not used for this time
-MEASURE_AGAIN_S = 60.0  # an older rate counts as unknown, so that a bad one does not last
-_WEIGHT = 0.3  # of the newest measurement
 
 
 class PeerNetwork(NamedTuple):
@@ -49,69 +28,7 @@ class PeerNetwork(NamedTuple):
 
     host: str  # address of this node that other nodes reach
     secret: bytes  # known to processes of this service only
-
-
-class TransferPace:
-    """The measured speed of one peer. Times are in seconds, of any clock."""
-
-    def __init__(self) -> None:
-        self._rate = self._delay_s = 0.0  # bytes per second; from a request to its answer
-        self._measured_s = float("-inf")
-        self._avoided_until_s = float("-inf")
-
-    def pays(self, num_bytes: int, num_tokens: int, token_s: float, *, left_s: float, now_s: float) -> bool:
-        """Whether a transfer ends in time and is predicted to be faster than computing the tokens.
-
-        Args:
-            token_s: Time to compute a token. 0 if it is unknown.
-            left_s: Most time for the transfer.
-        """
-        if now_s < self._avoided_until_s or left_s <= 0:
-            return False
-        if not self._rate or now_s - self._measured_s > MEASURE_AGAIN_S:
-            return True
-        seconds = self._delay_s + num_bytes / self._rate
-        return seconds < left_s and (not token_s or seconds < num_tokens * token_s)
-
-    def note(self, num_bytes: int, seconds: float, delay_s: float, *, now_s: float) -> None:
-        """Learn from a transfer. `delay_s`: time from the request to its answer, not part of `seconds`."""
-        if not num_bytes:
-            return
-        rate = num_bytes / max(seconds, 1e-6)
-        is_first = not self._rate or now_s - self._measured_s > MEASURE_AGAIN_S
-        weight = 1.0 if is_first else _WEIGHT
-        self._rate += weight * (rate - self._rate)
-        self._delay_s += weight * (delay_s - self._delay_s)
-        self._measured_s = now_s
-
-    def avoid(self, now_s: float) -> None:
-        """Record a failure."""
-        self._avoided_until_s = now_s + AVOID_S
-
-
-class _Side(NamedTuple):
-    """This end of all connections."""
-
-    tiers: Tiers
-    network: PeerNetwork
-    blocks: RecordLayout
-    states: RecordLayout | None
-    block_tokens: int
-    clock: Callable[[], float]
-
-    @property
-    def meaning(self) -> bytes:
-        """What this end's records mean."""
-        return meaning_of(self.blocks, self.states)
-
-    def key_secret(self) -> KeySecret:
-        """Return the present key of this node's hash."""
-        generation = self.tiers.generation
-        return KeySecret(generation, self.tiers.secret_of(generation))
-
-    def note_sent(self, num_bytes: int) -> None:
-        """Count bytes that were sent to other nodes."""
-        self.tiers.note(peer_serve_bytes=num_bytes)
+    has_nixl: bool = False  # records are read with NIXL, where both ends have it
 
 
 class Peers:
@@ -137,8 +54,11 @@ class Peers:
 
         Raises:
             OSError: The network's address cannot be used.
+            RemoteMemoryError: NIXL is wanted and missing, or cannot use the host memory.
         """
-        self._side = _Side(tiers, network, blocks, states, block_tokens, clock)
+        agent = NixlAgent() if network.has_nixl else None
+        stores = [each for each in (host.blocks, host.states) if each is not None]
+        self._side = PeerSide(tiers, network.secret, blocks, states, block_tokens, clock, agent)
         self._server = PeerServer(
             network.host,
             host,
@@ -147,15 +67,16 @@ class Peers:
             block_tokens=block_tokens,
             key_secret=self._side.key_secret,
             on_sent=self._side.note_sent,
+            memory=None if agent is None else SharedMemory(agent, stores),
         )
         self.address = PeerAddress(self._server.address, memory)
-        self._links: OrderedDict[str, _Link] = OrderedDict()  # by address, the latest one last
+        self._links: OrderedDict[str, PeerLink] = OrderedDict()  # by address, the latest one last
 
     def fetch(self, fetch: FetchJob) -> None:
         """Do a job in the thread of its peer, and pass it to `Tiers.end_fetch`. For one thread."""
         link = self._links.get(fetch.address)
         if link is None:
-            link = self._links[fetch.address] = _Link(self._side, fetch.address)
+            link = self._links[fetch.address] = PeerLink(self._side, fetch.address)
             if len(self._links) > MOST_LINKS:
                 _, unused = self._links.popitem(last=False)
                 unused.close()
@@ -170,170 +91,3 @@ class Peers:
             link.close()
         for link in links:
             link.join()
-
-
-class _Wanted(NamedTuple):
-    """What a node lacks of a prefix."""
-
-    keys: list[bytes]  # of all blocks
-    num_blocks: int  # the first ones that it has
-    newest_state: int  # number of blocks before the newest state that it has
-    num_tokens: int  # that it would compute
-    num_bytes: int  # that would be sent
-
-
-class _Link:
-    """A thread that fetches from one peer, over one connection that is kept."""
-
-    def __init__(self, side: _Side, address: str) -> None:
-        self._side, self._tiers, self._clock, self._address = side, side.tiers, side.clock, address
-        self._pace = TransferPace()
-        self._channel: Channel | None = None
-        self._last_problem = ""
-        self._is_closing = False
-        self._jobs: SimpleQueue[tuple[FetchJob, float] | None] = SimpleQueue()
-        self._thread = Thread(target=self._work, name="kv-fetch", daemon=True)
-        self._thread.start()
-
-    def add(self, fetch: FetchJob) -> None:
-        """Do a job after those before it."""
-        self._jobs.put((fetch, self._clock() + MOST_FETCH_S))
-
-    def close(self) -> None:
-        """End the thread soon."""
-        self._is_closing = True
-        self._jobs.put(None)
-
-    def join(self) -> None:
-        """Wait for the thread's end."""
-        self._thread.join(timeout=5)
-
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            fetch, until_s = job
-            begun_s = self._clock()
-            try:
-                self._fetch(fetch, until_s)
-            except Exception:  # the thread goes on: a job that never ended would keep its request waiting
-                log.exception("A prefix was not fetched from %s. It is computed", self._address)
-                self._disconnect()
-            self._tiers.note(peer_fetch_s=self._clock() - begun_s)
-            self._tiers.end_fetch(fetch)
-        self._disconnect()
-
-    def _fetch(self, fetch: FetchJob, until_s: float) -> None:
-        wanted = self._wanted(fetch)
-        if fetch.is_unwanted or self._is_closing or not wanted.num_tokens:
-            return
-        now_s, token_s = self._clock(), self._tiers.prompt_token_s
-        pays = self._pace.pays(
-            wanted.num_bytes, wanted.num_tokens, token_s, left_s=until_s - now_s, now_s=now_s
-        )
-        if not pays:
-            self._tiers.note(num_fetches_declined=1)
-            return
-        try:
-            has_records = self._copy(fetch, wanted, until_s)
-        except OSError as error:
-            self._disconnect()
-            self._pace.avoid(self._clock())
-            self._tiers.note(num_fetches_failed=1)
-            self._warn(error)
-        else:
-            self._last_problem = ""
-            self._tiers.note(**{"num_fetches_whole" if has_records else "num_fetches_empty": 1})
-
-    def _warn(self, error: OSError) -> None:
-        """Log a failure, unless the one before was the same."""
-        if str(error) != self._last_problem and not self._is_closing:
-            self._last_problem = str(error)
-            log.warning("Fetching a prefix from %s failed: %s. It is computed", self._address, error)
-
-    def _wanted(self, fetch: FetchJob) -> _Wanted:
-        """Find out what this node lacks."""
-        blocks, states, size = self._side.blocks, self._side.states, self._side.block_tokens
-        keys = PrefixIndex(size, fetch.secret).keys_of(fetch.token_ids, fetch.root)
-        num_blocks = min(fetch.num_cached, len(keys))
-        while num_blocks < len(keys) and self._tiers.has(keys[num_blocks]):
-            num_blocks += 1
-        num_bytes = (len(keys) - num_blocks) * blocks.record_bytes
-        if states is None:
-            return _Wanted(keys, num_blocks, 0, (len(keys) - num_blocks) * size, num_bytes)
-        ends = range(num_blocks, fetch.newest_state, -1)
-        has_state = (end for end in ends if self._tiers.has(keys[end - 1], is_state=True))
-        newest = next(has_state, fetch.newest_state)
-        num_bytes += states.record_bytes
-        return _Wanted(keys, num_blocks, newest, (len(keys) - newest) * size, num_bytes)
-
-    def _copy(self, fetch: FetchJob, wanted: _Wanted, until_s: float) -> bool:
-        """Receive records and keep them. Returns whether there were any.
-
-        Raises:
-            OSError: The peer cannot be reached, is too slow, or sent something wrong.
-        """
-        token_ids = array("I", fetch.token_ids)
-        request = PrefixRequest(
-            fetch.root, fetch.generation, token_ids, wanted.num_blocks, wanted.newest_state, fetch.num_awaited
-        )
-        begun_s = self._clock()
-        channel, answer = self._request(request, until_s)
-        answered_s, num_bytes = self._clock(), 0
-        try:
-            for key, record, checksum, is_state in self._records(channel, wanted, answer, until_s):
-                num_bytes += len(record)
-                if self._tiers.keep(key, record, checksum, is_state=is_state) and not is_state:
-                    fetch.keys.add(key)
-                if fetch.is_unwanted or self._is_closing:
-                    self._disconnect()  # otherwise the peer sends the rest
-                    break
-        finally:
-            now_s = self._clock()
-            self._pace.note(num_bytes, now_s - answered_s, answered_s - begun_s, now_s=now_s)
-            self._tiers.note(peer_fetch_bytes=num_bytes)
-        return num_bytes > 0
-
-    def _request(self, request: PrefixRequest, until_s: float) -> tuple[Channel, PrefixAnswer]:
-        """Send a request, over a new connection if the peer has closed the last one."""
-        if self._channel is not None:
-            try:
-                return self._channel, self._channel.request(request, until_s)
-            except ConnectionError:
-                self._disconnect()
-        side = self._side
-        self._channel = Channel.connect(self._address, side.network.secret, side.meaning, until_s)
-        return self._channel, self._channel.request(request, until_s)
-
-    def _records(
-        self, channel: Channel, wanted: _Wanted, answer: PrefixAnswer, until_s: float
-    ) -> Iterator[tuple[bytes, memoryview, int, bool]]:
-        """Receive the records of an answer and verify them.
-
-        Yields:
-            Each record's key, its bytes, valid until the next one, their checksum, and whether it is a state.
-        """
-        blocks, states = self._side.blocks, self._side.states
-        first, end = answer
-        if not first <= end <= len(wanted.keys) or (end and first != min(end, wanted.num_blocks)):
-            raise PeerProtocolError("it sends blocks that were not requested")
-        most_bytes = max(blocks.record_bytes, states.record_bytes if states else 0)
-        memory = memoryview(bytearray(most_bytes if end else 0))
-        numbers = [STATE] if states is not None and end else []
-        for number in [*numbers, *range(first, end), None]:
-            header = channel.receive_header(until_s)
-            if header == END_OF_ANSWER:
-                return
-            if header.number != number:
-                raise PeerProtocolError("it sends records in another order")
-            is_state = number == STATE
-            layout = states if is_state and states is not None else blocks
-            record = memory[: layout.record_bytes]
-            channel.receive_record(record, until_s)
-            if sum_of_bytes(record) != header.checksum:
-                self._tiers.note(num_faults=1)
-                raise PeerProtocolError("a record was damaged on its way")
-            yield wanted.keys[end - 1 if is_state else header.number], record, header.checksum, is_state
-
-    def _disconnect(self) -> None:
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None

@@ -21,6 +21,7 @@ their oldest, which break long prefixes (docs/LOG.md).
 import contextlib
 import errno
 import fcntl
+import mmap
 import os
 import struct
 import time
@@ -230,6 +231,19 @@ class RecordStore:
             self._write_entry(place, _NO_ENTRY)
         return ReadResult.DAMAGED
 
+    def map(self) -> mmap.mmap:
+        """Map the file, for reads by address. See `offset_of`."""
+        return mmap.mmap(self._fd, 0)
+
+    def offset_of(self, key: bytes) -> tuple[int, int] | None:
+        """Note a use of a record, and return where its bytes begin in the file, and their checksum. None if it is not there."""
+        found = self._find(key)
+        if found is None:
+            return None
+        place, checksum = found
+        self._note_read(place, 1)
+        return self._record_at(place), checksum
+
     def write(self, key: bytes, buffers: Sequence[memoryview], checksum: int) -> bool:
         """Write a record, unless it is there or no place can be taken now. Returns whether it was written.
 
@@ -365,6 +379,9 @@ class RecordStore:
     def _write_slot(self, key: bytes, slot: int, listed: tuple[int, int]) -> None:
         os.pwrite(self._fd, _LISTED.pack(*listed), self._bucket_at(key) + slot * _LISTED.size)
 
+    def _record_at(self, place: int) -> int:
+        return self._records_at + place * self.record_bytes
+
     def _entry_at(self, place: int) -> int:
         return self._entries_at + place * ENTRY_BYTES
 
@@ -390,7 +407,7 @@ class RecordStore:
         at: int = 0,
     ) -> None:
         """Read or write a record from byte `at`, as many bytes as the buffers have."""
-        at += self._records_at + place * self.record_bytes
+        at += self._record_at(place)
         for begin in range(0, len(buffers), _MOST_BUFFERS):
             some = buffers[begin : begin + _MOST_BUFFERS]
             wanted = sum(len(buffer) for buffer in some)

@@ -102,6 +102,7 @@ class EngineSettings:
     kv_offloading_bytes: int = 0  # of host memory for KV blocks, shared by the ranks of a node; 0: none
     kv_offloading_dir: str | None = None  # for KV blocks on a disk; None: none
     kv_offloading_disk_bytes: int = 0  # most bytes in that directory
+    kv_transfer_backend: str = "tcp"  # how nodes fetch prefixes from each other: tcp, or nixl
 
     @property
     def target_itl_s(self) -> float | None:

@@ -15,6 +15,7 @@ from kvcache.tiers.early import WrittenLayers
 from kvcache.tiers.opening import Kinds, open_disk, open_host
 from kvcache.tiers.peers import PeerNetwork, Peers
 from kvcache.tiers.records import RecordLayout, StoreError
+from kvcache.tiers.remote_memory import RemoteMemoryError
 from kvcache.tiers.tiers import Tiers, Units
 from kvcache.unit import CacheUnit, block_parts, layout_of, parts_after, state_parts
 from scheduler.policy.config import ConfigError, EngineConfig
@@ -67,6 +68,9 @@ def open_tiers(
                 opened, tiers[0], network,
                 memory=memory, blocks=kinds.blocks, states=kinds.states, block_tokens=BLOCK_TOKENS,
             )  # fmt: skip
+        except RemoteMemoryError as error:
+            opened.close()
+            raise ConfigError(f"--kv-transfer-backend nixl: {error}") from error
         except OSError as error:
             opened.close()
             raise ConfigError(

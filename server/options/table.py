@@ -709,6 +709,11 @@ class Options:
         MEMORY, "--kv-offloading-disk-size", read=size_in_gib, metavar="SIZE", default_text="0, no such tier",
         help="largest total size of the files in --kv-offloading-dir, e.g. 200G; a plain number counts GiB",
     ))  # fmt: skip
+    engine_kv_transfer_backend = row(flag(
+        MEMORY, "--kv-transfer-backend", read=one_of("tcp", "nixl"), metavar="{tcp,nixl}", default_text="tcp",
+        help="how nodes fetch cached prefixes from each other's host memory: tcp sends them; nixl reads them with NIXL, by RDMA "
+        "if the network has it (needs the package nixl; docs/tiers.md)",
+    ))  # fmt: skip
 
     engine_enable_lora = row(switch(
         ADAPTERS, "--enable-lora",

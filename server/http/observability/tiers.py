@@ -185,6 +185,7 @@ class TierTotals(Collector):  # type: ignore[misc]
                 "Bytes fetched from other nodes.",
                 _all(totals, "peer_fetch_bytes"),
             ),
+            ("wideep:kv_peer_nixl_bytes", "Bytes of these read with NIXL.", _all(totals, "peer_read_bytes")),
             ("wideep:kv_peer_sent_bytes", "Bytes sent to other nodes.", _all(totals, "peer_serve_bytes")),
             (
                 "wideep:kv_peer_fetch_time",

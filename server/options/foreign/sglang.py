@@ -201,7 +201,7 @@ _STEPS = (
     ),
     alias("--disaggregation-mode", "--role", spelled={"null": None, "prefill": "prefill", "decode": "decode"}),
     *harmless(
-        "the front knows all pools, and blocks go through the node's host memory or a TCP connection",
+        "the front knows all pools, and blocks go through the node's host memory; --kv-transfer-backend nixl uses NIXL between nodes",
         values="--disaggregation-transfer-backend --disaggregation-bootstrap-port",
     ),
     *refused(

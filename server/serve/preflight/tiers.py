@@ -8,6 +8,7 @@ that limit does not concern.
 import os
 from pathlib import Path
 
+from kvcache.tiers.remote_memory import RemoteMemoryError, check_installed
 from scheduler.policy.config import EngineSettings
 from server.options.pools import have_roles
 from server.options.table import Options
@@ -43,17 +44,20 @@ def note_on_hand_over(given: Options, options: Options) -> str | None:
 
 
 def check_tiers(engine: EngineSettings, *, ranks_bytes: int, free_bytes: int) -> None:
-    """Check the sizes of this node's tiers.
+    """Check the sizes of this node's tiers, and how other nodes reach them.
 
     Args:
         ranks_bytes: Host memory that the ranks of this node need for themselves.
         free_bytes: Free host memory, before any rank has started.
 
     Raises:
-        PreflightError: A tier does not fit, or its folder cannot be written. The message has the sizes and the remedy.
+        PreflightError: A tier does not fit, its folder cannot be written, or NIXL is missing. The message has the sizes and
+            the remedy.
     """
     if engine.kv_offloading_bytes:
         _check_host(engine.kv_offloading_bytes, free_bytes - ranks_bytes, ranks_bytes)
+    if engine.kv_transfer_backend == "nixl":
+        _check_nixl(engine)
     if engine.kv_offloading_dir is not None:
         _check_disk(engine.kv_offloading_disk_bytes, Path(engine.kv_offloading_dir))
 
@@ -65,6 +69,17 @@ def _check_host(tier_bytes: int, left_bytes: int, ranks_bytes: int) -> None:
             f"--kv-offloading-size is {gib(tier_bytes)}, but {gib(max(0, left_bytes))} of host memory is free{of_ranks}; "
             "give a smaller size, or add a tier on disk with --kv-offloading-dir"
         )
+
+
+def _check_nixl(engine: EngineSettings) -> None:
+    if not engine.kv_offloading_bytes:
+        raise PreflightError(
+            "--kv-transfer-backend nixl reads the host memory of other nodes; give its size with --kv-offloading-size"
+        )
+    try:
+        check_installed()
+    except RemoteMemoryError as error:
+        raise PreflightError(f"--kv-transfer-backend nixl: {error}") from error
 
 
 def _check_disk(tier_bytes: int, folder: Path) -> None:

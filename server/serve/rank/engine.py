@@ -412,7 +412,7 @@ def _peer_network(
     if not taken.address:
         return None  # gloo connects no ranks there either
     secret = mac(options.cluster_key or b"", b"wideep prefixes", front["token"].encode())
-    return PeerNetwork(taken.address, secret)
+    return PeerNetwork(taken.address, secret, options.engine.kv_transfer_backend == "nixl")
 
 
 def engine_config(options: Options, place: Place) -> EngineConfig:

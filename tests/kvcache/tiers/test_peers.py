@@ -17,10 +17,11 @@ import pytest
 
 from kvcache.paged_cache import LayerShape
 from kvcache.prefix import ROOT_KEY, PrefixIndex
-from kvcache.tiers import frames, peer_server, peers
+from kvcache.tiers import frames, peer_link, peer_server
 from kvcache.tiers.frames import Channel
 from kvcache.tiers.jobs import FetchJob, LoadJob, SaveJob
-from kvcache.tiers.peers import MEASURE_AGAIN_S, PeerNetwork, Peers, TransferPace
+from kvcache.tiers.peer_link import MEASURE_AGAIN_S, TransferPace
+from kvcache.tiers.peers import PeerNetwork, Peers
 from kvcache.tiers.records import RecordLayout
 from tests.kvcache.tiers.test_tiers import MEMORY, SHAPES, Rank
 from tests.support.ranks import rank_context
@@ -42,13 +43,14 @@ class Node(Rank):
         model: bytes = b"m" * 32,
         software: bytes = b"s" * 32,
         host_bytes: int = MEMORY,
+        has_nixl: bool = False,
     ) -> None:
         super().__init__(shapes=shapes, host_bytes=host_bytes)
         blocks = RecordLayout(model, software, self.units.blocks.num_bytes)
         size = self.units.states.num_bytes
         states = RecordLayout(model, software, size) if size else None
         self.peers = Peers(
-            self.tiers, self.tiers._tiers[0], PeerNetwork("127.0.0.1", secret),
+            self.tiers, self.tiers._tiers[0], PeerNetwork("127.0.0.1", secret, has_nixl),
             memory="here", blocks=blocks, states=states, block_tokens=4,
         )  # fmt: skip
         self.tiers.peers = self.peers
@@ -556,7 +558,7 @@ def test_a_server_that_is_killed_in_the_middle_of_an_answer_costs_nothing_but_th
     monkeypatch.setattr(
         frames, "STALL_S", 60
     )  # a busy machine must not end the transfer before the server does
-    monkeypatch.setattr(peers, "MOST_FETCH_S", 60)
+    monkeypatch.setattr(peer_link, "MOST_FETCH_S", 60)
     process, pipe = started(serve_node, 3)
     address, records = pipe.recv()
     client = nodes(PLAIN)
@@ -582,7 +584,7 @@ def test_a_server_that_hangs_in_the_middle_of_an_answer_is_left(
     client = nodes(PLAIN)
     begun_s = time.monotonic()
     assert client.fetch(address).keys == set(client.keys()[:2])
-    assert time.monotonic() - begun_s < peers.MOST_FETCH_S and client.outcomes() == {"failed": 1}
+    assert time.monotonic() - begun_s < peer_link.MOST_FETCH_S and client.outcomes() == {"failed": 1}
     process.kill()
     process.join(10)
 
@@ -621,8 +623,8 @@ def test_a_fetch_pays_if_it_is_predicted_to_be_faster_than_computing() -> None:
     assert pays(1_000_000, 100, 0.001, now_s=1.0), "the link has become faster"
     pace.note(1_000_000, 1000.0, 0.0, now_s=1.0)
     pace.avoid(2.0)
-    assert not pays(1, 1000, 1.0, now_s=2.0 + peers.AVOID_S - 0.1)
-    assert pays(1, 1000, 1.0, now_s=2.0 + peers.AVOID_S)
+    assert not pays(1, 1000, 1.0, now_s=2.0 + peer_link.AVOID_S - 0.1)
+    assert pays(1, 1000, 1.0, now_s=2.0 + peer_link.AVOID_S)
     assert pays(1 << 40, 1, 1e-9, now_s=1.1 + MEASURE_AGAIN_S), "an old rate counts as unknown"
 
 

@@ -113,9 +113,18 @@ def test_a_drained_node_s_streams_and_repeated_prompts_are_fetched(family: str, 
         assert hosts.metric("vllm:kv_cache_usage_perc") == 0
 
 
-def test_a_prompt_of_a_node_is_decoded_on_another_one(tmp_path: Path) -> None:
-    with two_hosts(tmp_path, "qwen3_next", "--pools=prefill:1,decode:1") as hosts:
+@pytest.mark.parametrize("backend", ["tcp", "nixl"])
+def test_a_prompt_of_a_node_is_decoded_on_another_one(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if backend == "nixl":
+        pytest.importorskip("nixl_cu12", reason="NIXL is not installed")
+        monkeypatch.setenv("UCX_TLS", "tcp,self")  # otherwise it copies between processes of one machine
+    flags = ("--pools=prefill:1,decode:1", f"--kv-transfer-backend={backend}")
+    with two_hosts(tmp_path, "qwen3_next", *flags) as hosts:
         answers = stream_all(hosts.here, prompt=TEXT)
+        received = hosts.metric("wideep:kv_peer_received_bytes_total")
+        assert hosts.metric("wideep:kv_peer_nixl_bytes_total") == (received if backend == "nixl" else 0)
         assert hosts.metric("wideep:request_moves_total", 'cause="hand_over"') > 0, "nothing was handed over"
         assert hosts.metric("wideep:kv_peer_fetches_total", 'outcome="whole"') > 0, "nothing was fetched"
         assert hosts.metric("wideep:kv_peer_fetches_total", 'outcome="failed"') == 0

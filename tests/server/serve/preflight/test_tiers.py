@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from kvcache.tiers import remote_memory
 from scheduler.policy.config import EngineSettings
 from server.serve.preflight import tiers
 from server.serve.preflight.kv_share import cpu_cache_bytes
@@ -115,3 +116,12 @@ def test_the_machine_s_memory_is_that_of_the_container(tmp_path: Path) -> None:
     assert total_bytes(meminfo, tmp_path) == 4 << 20
     (tmp_path / "memory.max").write_text("1048576\n")
     assert total_bytes(meminfo, tmp_path) == 1 << 20
+
+
+def test_nixl_is_refused_if_it_is_missing_or_has_no_memory_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_memory, "PACKAGES", ("no_such_package",))
+    for engine, message in (
+        (EngineSettings(kv_transfer_backend="nixl"), "give its size with --kv-offloading-size"),
+        (EngineSettings(kv_transfer_backend="nixl", kv_offloading_bytes=GIB), "pip install nixl"),
+    ):
+        assert message in complaint_of(lambda e=engine: check_tiers(e, ranks_bytes=0, free_bytes=8 * GIB))  # type: ignore[misc]
