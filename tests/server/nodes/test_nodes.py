@@ -89,8 +89,11 @@ def end_node(service: RealService, node: int) -> None:
 
 
 def wait_until_healthy(service: RealService, namespaces: Sequence[str]) -> None:
-    healthy = lambda: ask(namespaces[ENDPOINT_NODE], "GET", f"{URL}/health") is not None  # noqa: E731
-    wait_until(healthy, service.output, within_s=START_S)
+    def is_healthy() -> bool:
+        service.check_any_runs()
+        return ask(namespaces[ENDPOINT_NODE], "GET", f"{URL}/health") is not None
+
+    wait_until(is_healthy, service.output, within_s=START_S)
 
 
 def stream_all(
