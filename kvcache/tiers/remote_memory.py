@@ -60,16 +60,22 @@ class NixlAgent:
             )
             self._agent = api.nixl_agent(f"wideep-{secrets.token_hex(8)}", config)
 
-    def register(self, memory: mmap.mmap) -> int:
-        """Register memory and return its address. It must stay mapped while the agent is in use.
+    def register(self, memory: mmap.mmap) -> "Registration":
+        """Let NIXL use memory until `deregister`. Until then it must stay mapped.
 
         Raises:
             RemoteMemoryError: It cannot be registered.
         """
         address = int(np.frombuffer(memory, np.uint8).ctypes.data)
         with _named_errors(f"cannot register {len(memory)} bytes of memory"):
-            self._agent.register_memory([(address, len(memory), _HOST, "")], "DRAM")
-        return address
+            return Registration(
+                address, self._agent.register_memory([(address, len(memory), _HOST, "")], "DRAM")
+            )
+
+    def deregister(self, registration: "Registration") -> None:
+        """End the use of memory."""
+        with contextlib.suppress(RemoteMemoryError), _named_errors("cannot deregister memory"):
+            self._agent.deregister_memory(registration.descriptors)
 
     @property
     def metadata(self) -> bytes:
@@ -98,6 +104,13 @@ class NixlAgent:
             descriptions = [agent.get_xfer_descs(each, "DRAM") for each in (ours, theirs)]
             handle = agent.initialize_xfer("READ", *descriptions, name)
             return PendingRead(agent, handle, agent.transfer(handle))
+
+
+class Registration(NamedTuple):
+    """Memory that NIXL uses."""
+
+    address: int
+    descriptors: Any
 
 
 class PendingRead:
@@ -133,12 +146,12 @@ class SharedMemory:
             RemoteMemoryError: They cannot be registered.
         """
         self._maps = {store: store.map() for store in stores}
-        self._addresses = {store: agent.register(memory) for store, memory in self._maps.items()}
+        self._registered = {store: agent.register(memory) for store, memory in self._maps.items()}
         self.metadata = agent.metadata
 
     def address_of(self, store: RecordStore, offset: int) -> int:
         """Return the address of a byte of a store's file."""
-        return self._addresses[store] + offset
+        return self._registered[store].address + offset
 
 
 class RemoteReader:
@@ -153,7 +166,7 @@ class RemoteReader:
         self._agent = agent
         self._half = max(READ_BYTES, largest_record)
         self._memory = mmap.mmap(-1, 2 * self._half)
-        self._address = agent.register(self._memory)
+        self._registered = agent.register(self._memory)
         self._peer = (b"", "")  # metadata and name
 
     def read(
@@ -176,7 +189,7 @@ class RemoteReader:
             for batch in [*_batches(records, self._half), []]:
                 if batch:
                     at = next(halves)
-                    begun.append((self._agent.begin(name, batch, self._address + at), batch, at))
+                    begun.append((self._agent.begin(name, batch, self._registered.address + at), batch, at))
                 if len(begun) == 2 or (begun and not batch):
                     yield from self._finish(*begun[0], min(until_s, time.monotonic() + stall_s))
                     del begun[0]
@@ -205,9 +218,10 @@ class RemoteReader:
         _given_up.append(self._memory)
 
     def close(self) -> None:
-        """Forget the peer. No read may be going on."""
+        """Forget the peer and free the memory. No read may be going on."""
         if self._peer[1]:
             self._agent.leave(self._peer[1])
+        self._agent.deregister(self._registered)
 
 
 def check_installed() -> None:

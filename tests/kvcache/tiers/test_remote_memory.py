@@ -202,7 +202,7 @@ def test_a_peer_that_names_wrong_addresses_is_refused(nodes: Callable[..., Node]
     agent, other = NixlAgent(), NixlAgent()
     reader = remote_memory.RemoteReader(agent, 64)
     memory = mmap.mmap(-1, 1 << 16)
-    address = other.register(memory)
+    address = other.register(memory).address
     for wrong in (address - 64, address + len(memory)):
         records = [RemoteRecord(wrong, 64)]
         with pytest.raises(RemoteMemoryError):
