@@ -242,6 +242,7 @@ class PeerLink:
         begun_s = self._clock()
         channel, answer = self._request(request, until_s)
         answered_s, num_bytes = self._clock(), 0
+        connects = answer.addresses is not None and self._reader is None  # that takes longer than most reads
         try:
             with contextlib.closing(self._records(channel, wanted, answer, until_s)) as records:
                 for key, record, checksum, is_state in records:
@@ -253,7 +254,8 @@ class PeerLink:
                         break
         finally:
             now_s = self._clock()
-            self._pace.note(num_bytes, now_s - answered_s, answered_s - begun_s, now_s=now_s)
+            if not connects:
+                self._pace.note(num_bytes, now_s - answered_s, answered_s - begun_s, now_s=now_s)
             self._tiers.note(peer_fetch_bytes=num_bytes, peer_read_bytes=num_bytes if answer.addresses else 0)
         return num_bytes > 0
 

@@ -91,3 +91,5 @@ class Peers:
             link.close()
         for link in links:
             link.join()
+        if self._side.agent is not None:
+            self._side.agent.close()

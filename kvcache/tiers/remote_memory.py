@@ -15,11 +15,14 @@ import importlib.util
 import itertools
 import logging
 import mmap
+import os
 import secrets
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future
+from threading import Thread
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -27,9 +30,12 @@ from kvcache.tiers.records import RecordStore
 
 PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")  # the first one chooses one of the others
 READ_BYTES = 16 << 20  # that are read at once; the next ones are read while these are verified
+START_S = 60.0  # until the agent is ready, or memory is registered
+CALL_S = 1.0  # of other calls
 _HOST = 0  # number of the device of host memory
 _POLL_S = 50e-6
 _MISSING = "NIXL is not installed (pip install nixl)"
+_Result = TypeVar("_Result")
 _given_up: list[mmap.mmap] = []  # memory that a read may still write to
 
 
@@ -45,7 +51,10 @@ class RemoteRecord(NamedTuple):
 
 
 class NixlAgent:
-    """This process's end of all reads. Any thread may use it."""
+    """This process's end of all reads. Any thread may use it.
+
+    Every call has a limit, because NIXL has none: it waits for a peer that it cannot reach, and holds a lock meanwhile.
+    """
 
     def __init__(self) -> None:
         """Start the agent.
@@ -54,11 +63,18 @@ class NixlAgent:
             RemoteMemoryError: NIXL is missing or cannot start.
         """
         api = _import_api()
-        with _named_errors("cannot start"):
+
+        def start() -> Any:
             config = api.nixl_agent_config(
                 backends=["UCX"], sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
             )
-            self._agent = api.nixl_agent(f"wideep-{secrets.token_hex(8)}", config)
+            return api.nixl_agent(f"wideep-{secrets.token_hex(8)}", config)
+
+        self._agent = _within(START_S, "cannot start", start)
+
+    def close(self) -> None:
+        """End the agent and its threads. Nothing may use it any more."""
+        del self._agent
 
     def register(self, memory: mmap.mmap) -> "Registration":
         """Let NIXL use memory until `deregister`. Until then it must stay mapped.
@@ -67,15 +83,19 @@ class NixlAgent:
             RemoteMemoryError: It cannot be registered.
         """
         address = int(np.frombuffer(memory, np.uint8).ctypes.data)
-        with _named_errors(f"cannot register {len(memory)} bytes of memory"):
-            return Registration(
-                address, self._agent.register_memory([(address, len(memory), _HOST, "")], "DRAM")
-            )
+        descriptors = _within(
+            START_S,
+            f"cannot register {len(memory)} bytes of memory",
+            lambda: self._agent.register_memory([(address, len(memory), _HOST, "")], "DRAM"),
+        )
+        return Registration(address, descriptors)
 
     def deregister(self, registration: "Registration") -> None:
         """End the use of memory."""
-        with contextlib.suppress(RemoteMemoryError), _named_errors("cannot deregister memory"):
-            self._agent.deregister_memory(registration.descriptors)
+        with contextlib.suppress(RemoteMemoryError):
+            _within(
+                CALL_S, "cannot end the use", lambda: self._agent.deregister_memory(registration.descriptors)
+            )
 
     @property
     def metadata(self) -> bytes:
@@ -83,14 +103,14 @@ class NixlAgent:
         return bytes(self._agent.get_agent_metadata())
 
     def meet(self, metadata: bytes) -> str:
-        """Return the name of the agent with this metadata, for `begin`."""
-        with _named_errors("cannot use the peer's address"):
-            return str(self._agent.add_remote_agent(metadata).decode())
+        """Connect to the agent with this metadata, and return its name for `begin`."""
+        name = _within(CALL_S, "cannot reach the peer", lambda: self._agent.add_remote_agent(metadata))
+        return str(name.decode())
 
     def leave(self, name: str) -> None:
         """Forget another agent."""
-        with contextlib.suppress(RemoteMemoryError), _named_errors("cannot forget a peer"):
-            self._agent.remove_remote_agent(name)
+        with contextlib.suppress(RemoteMemoryError):
+            _within(CALL_S, "cannot forget a peer", lambda: self._agent.remove_remote_agent(name))
 
     def begin(self, name: str, records: Sequence[RemoteRecord], address: int) -> "PendingRead":
         """Begin to read records of another agent, one behind the other, to registered memory at `address`."""
@@ -100,10 +120,13 @@ class NixlAgent:
             theirs.append((*record, _HOST))
             address += record.num_bytes
         agent = self._agent
-        with _named_errors("cannot read"):
+
+        def begin() -> PendingRead:
             descriptions = [agent.get_xfer_descs(each, "DRAM") for each in (ours, theirs)]
             handle = agent.initialize_xfer("READ", *descriptions, name)
             return PendingRead(agent, handle, agent.transfer(handle))
+
+        return _within(CALL_S, "cannot read", begin)
 
 
 class Registration(NamedTuple):
@@ -125,15 +148,17 @@ class PendingRead:
         Raises:
             RemoteMemoryError: The read failed or did not end in time. It may still write to its memory.
         """
-        with _named_errors("cannot read"):
-            while self._state == "PROC":
-                if time.monotonic() > until_s:
-                    raise TimeoutError("the time is up")
-                time.sleep(_POLL_S)
-                self._state = self._agent.check_xfer_state(self._handle)
-            if self._state != "DONE":
-                raise ConnectionError("the peer is lost")
-            self._agent.release_xfer_handle(self._handle)
+        _within(until_s - time.monotonic() + CALL_S, "cannot read", lambda: self._wait(until_s))
+
+    def _wait(self, until_s: float) -> None:
+        while self._state == "PROC":
+            if time.monotonic() > until_s:
+                raise TimeoutError("the time is up")
+            time.sleep(_POLL_S)
+            self._state = self._agent.check_xfer_state(self._handle)
+        if self._state != "DONE":
+            raise ConnectionError("the peer is lost")
+        self._agent.release_xfer_handle(self._handle)
 
 
 class SharedMemory:
@@ -235,6 +260,7 @@ def check_installed() -> None:
 
 
 def _import_api() -> ModuleType:
+    os.environ.setdefault("UCX_LOG_FILE", "stderr")  # read when UCX is loaded; by default it prints to stdout
     for name in PACKAGES:
         try:
             importlib.import_module(name)
@@ -249,13 +275,26 @@ def _import_api() -> ModuleType:
     raise RemoteMemoryError(_MISSING)
 
 
-@contextlib.contextmanager
-def _named_errors(problem: str) -> Iterator[None]:
-    """Turn the errors of NIXL, which have no class in common, into ours."""
+def _within(seconds: float, problem: str, call: Callable[[], _Result]) -> _Result:
+    """Return what a call of NIXL returns. It runs in a thread, which is left to itself if it hangs.
+
+    Raises:
+        RemoteMemoryError: It has failed or takes longer than `seconds`.
+    """
+    results: Future[_Result] = Future()
+
+    def run() -> None:
+        try:
+            results.set_result(call())
+        except Exception as error:  # noqa: BLE001 - NIXL's errors have no class in common
+            results.set_exception(error)
+
+    Thread(target=run, name="kv-nixl", daemon=True).start()
     try:
-        yield
+        return results.result(max(0.0, seconds))
     except Exception as error:
-        raise RemoteMemoryError(f"NIXL {problem}: {error}") from error
+        reason = str(error) or f"no result within {seconds:.1f} s"
+        raise RemoteMemoryError(f"NIXL {problem}: {reason}") from error
 
 
 def _batches(records: Sequence[RemoteRecord], most_bytes: int) -> list[list[RemoteRecord]]:

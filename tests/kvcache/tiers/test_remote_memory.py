@@ -3,9 +3,11 @@
 import mmap
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,6 +66,20 @@ def test_a_prefix_is_read_bit_by_bit(
     )  # a second state ends the longer prefix
     assert figures.peer_read_bytes == figures.peer_fetch_bytes == size_of(source) + states
     assert source.tiers.figures.peer_serve_bytes == figures.peer_fetch_bytes
+
+
+def test_the_time_to_connect_does_not_count_as_a_slow_read(
+    nodes: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, client = nodes(PLAIN, has_nixl=True), nodes(PLAIN, has_nixl=True)
+    client.tiers.prompt_token_s = 1e-12  # no rate that was measured can be faster than this
+    source.remember(3)
+    client.fetch(source.peers.address.address)
+    source.remember(4)
+    client.fetch(source.peers.address.address)
+    source.remember(6)
+    client.fetch(source.peers.address.address)
+    assert client.outcomes() == {"whole": 2, "declined": 1}
 
 
 @pytest.mark.parametrize("has_client", [False, True])
@@ -197,6 +213,26 @@ def test_a_server_that_is_lost_while_its_memory_is_read(
     process.join(10)
 
 
+@pytest.mark.parametrize("call", ["add_remote_agent", "initialize_xfer", "register_memory"])
+def test_a_call_that_hangs_in_nixl_is_left_and_records_are_sent(
+    nodes: Callable[..., Node], monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    source, client = nodes(PLAIN, has_nixl=True), nodes(PLAIN, has_nixl=True)
+    fill_random(client)
+    source.remember()
+    monkeypatch.setattr(remote_memory, "CALL_S", 0.3)
+    monkeypatch.setattr(remote_memory, "START_S", 0.3)
+    goes_on = threading.Event()
+    agent = client.peers._side.agent
+    assert agent is not None
+    monkeypatch.setattr(agent._agent, call, lambda *_arguments: goes_on.wait())
+    fetch = client.fetch(source.peers.address.address)
+    assert fetch.keys == set(client.keys()) and client.outcomes() == {"whole": 1}
+    check_equal(client, source)
+    assert client.tiers.figures.peer_read_bytes == 0
+    goes_on.set()
+
+
 def test_a_peer_that_names_wrong_addresses_is_refused(nodes: Callable[..., Node]) -> None:
     """UCX refuses what is not registered: no other memory of the server can be read."""
     agent, other = NixlAgent(), NixlAgent()
@@ -220,3 +256,20 @@ def test_a_missing_nixl_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for attempt in (NixlAgent, remote_memory.check_installed):
         with pytest.raises(RemoteMemoryError, match="NIXL is not installed"):
             attempt()
+
+
+def test_an_agent_that_does_not_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on = threading.Event()
+    api = SimpleNamespace(
+        nixl_thread_sync_t=SimpleNamespace(NIXL_THREAD_SYNC_STRICT=0),
+        nixl_agent_config=lambda **_settings: None,
+    )
+    monkeypatch.setattr(remote_memory, "_import_api", lambda: api)
+    monkeypatch.setattr(remote_memory, "START_S", 0.1)
+    api.nixl_agent = lambda *_arguments: goes_on.wait()
+    with pytest.raises(RemoteMemoryError, match=r"NIXL cannot start: no result within 0\.1 s"):
+        NixlAgent()
+    goes_on.set()
+    api.nixl_agent = lambda *_arguments: [][0]
+    with pytest.raises(RemoteMemoryError, match="NIXL cannot start: list index out of range"):
+        NixlAgent()

@@ -41,6 +41,7 @@ FIRST_FD = 10  # number of the first descriptor that a forked command inherits
 _ORDER_BYTES = 2**17
 _FORKED_CHILDREN = ("launcher", "worker", "engine", "front")  # of a forked `serve` or torchrun
 _NEW_HOST_NAME, _NETWORK = 0x04000000, 0x40000000  # CLONE_NEWUTS, CLONE_NEWNET of linux/sched.h
+_MOUNTS, _SLAVE = 0x00020000, 0x84000  # CLONE_NEWNS of linux/sched.h; MS_REC | MS_SLAVE of linux/mount.h
 _PR_SET_MM, _PR_SET_MM_MAP = 35, 14  # linux/prctl.h
 
 
@@ -177,6 +178,7 @@ def _run(order: _Order, fds: list[int]) -> int:
     os.chdir(order.cwd)
     if order.network:
         enter_network(order.network)
+        _see_network(order.network)
     if order.host_name:
         _call_libc("unshare", _NEW_HOST_NAME)
         socket.sethostname(order.host_name)
@@ -187,6 +189,13 @@ def enter_network(namespace: str) -> None:
     """Move this thread to a network namespace of `ip netns`. Its later children are there, too."""
     with Path("/var/run/netns", namespace).open("rb") as file:
         _call_libc("setns", file.fileno(), _NETWORK)
+
+
+def _see_network(namespace: str) -> None:
+    """Let /sys show the interfaces of this process's network, as `ip netns exec` does. UCX looks there."""
+    _call_libc("unshare", _MOUNTS)
+    _call_libc("mount", b"", b"/", b"none", _SLAVE, None)
+    _call_libc("mount", namespace.encode(), b"/sys", b"sysfs", 0, None)
 
 
 def _call_libc(function: str, *arguments: int) -> None:
