@@ -154,9 +154,15 @@ def test_a_rank_that_is_killed_when_ranks_meet_leaves_the_old_or_the_new_number(
 ) -> None:
     assert scale(service, before).status_code == 200
     check_serves(service, before)
+    name = f"{before} to {after} without {victim}"
+
+    def meet() -> bool:
+        now = resize(service)
+        return now.get("operation_id") == name and now["phase"] != "preparing"
+
     with Load(service), ThreadPoolExecutor(1) as threads:
-        asked = threads.submit(scale, service, after)
-        wait_until(lambda: resize(service)["phase"] != "preparing", service.output, within_s=START_S)
+        asked = threads.submit(scale, service, after, operation_id=name)
+        wait_until(meet, service.output, within_s=START_S)
         with contextlib.suppress(KeyError, ProcessLookupError):  # it may have left
             os.kill(service.engines()[victim], signal.SIGKILL)
         size = after if asked.result(START_S).status_code == 200 else before

@@ -262,13 +262,17 @@ def _popen(
         )
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
+    # A signal to the child must not reach the parent's wake-up descriptor, which a fork shares: the parent would stop, too.
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     if pid := os.fork():
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
         return children.AdoptedProcess(pid)
     status = 1
     try:
         if process_group is not None:
             os.setpgid(0, process_group)
         _reset_signals()
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
         preexec_fn()
         status = _become(command, env, pass_fds)
     except SystemExit as end:
