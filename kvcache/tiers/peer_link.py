@@ -319,6 +319,8 @@ class PeerLink:
         headers = [header for header, _ in addresses.records]
         if [header.number for header in headers] != numbers[: len(headers)]:
             raise PeerProtocolError("it lists records in another order")
+        if not headers:
+            return
         if self._reader is None:
             assert self._side.agent is not None
             self._reader = RemoteReader(self._side.agent, self._side.largest_record)

@@ -73,13 +73,14 @@ def test_the_time_to_connect_does_not_count_as_a_slow_read(
 ) -> None:
     source, client = nodes(PLAIN, has_nixl=True), nodes(PLAIN, has_nixl=True)
     client.tiers.prompt_token_s = 1e-12  # no rate that was measured can be faster than this
+    client.fetch(source.peers.address.address)  # it has nothing, so nothing connects
     source.remember(3)
     client.fetch(source.peers.address.address)
     source.remember(4)
     client.fetch(source.peers.address.address)
     source.remember(6)
     client.fetch(source.peers.address.address)
-    assert client.outcomes() == {"whole": 2, "declined": 1}
+    assert client.outcomes() == {"empty": 1, "whole": 2, "declined": 1}
 
 
 @pytest.mark.parametrize("has_client", [False, True])
