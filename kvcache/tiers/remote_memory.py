@@ -10,6 +10,7 @@ Source: github.com/ai-dynamo/nixl, docs/nixl.md and the Python API of NIXL 1.5.
 """
 
 import contextlib
+import ctypes
 import importlib
 import importlib.util
 import itertools
@@ -23,8 +24,6 @@ from concurrent.futures import Future
 from threading import Thread
 from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
-
-import numpy as np
 
 from kvcache.tiers.records import RecordStore
 
@@ -82,7 +81,7 @@ class NixlAgent:
         Raises:
             RemoteMemoryError: It cannot be registered.
         """
-        address = int(np.frombuffer(memory, np.uint8).ctypes.data)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         descriptors = _within(
             START_S,
             f"cannot register {len(memory)} bytes of memory",
