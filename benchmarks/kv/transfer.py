@@ -286,9 +286,8 @@ def measure(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     add("load from host memory", side.load)
     side.close()
     loopback: tuple[str, list[str], str] = "loopback", [], "127.0.0.1"
-    for name, prefix, host in itertools.chain(
-        _veth(), [loopback]
-    ):  # UCX does not see interfaces that are made later
+    # The virtual interface first: UCX does not see interfaces that are made later.
+    for name, prefix, host in itertools.chain(_veth(), [loopback]):
         for by_nixl in (False, True) if _has_nixl() else (False,):
             ends = f"{name}, with NIXL" if by_nixl else name
             side = TransferEnd(args, "127.0.0.1", seed=1, has_nixl=by_nixl)

@@ -27,7 +27,7 @@ from kvcache.tiers.frames import (
     RecordHeader,
 )
 from kvcache.tiers.records import ReadResult, RecordStore
-from kvcache.tiers.remote_memory import SharedMemory
+from kvcache.tiers.remote_memory import RegisteredStores
 from kvcache.tiers.tiers import Tier
 from kvcache.unit import sum_of_bytes
 
@@ -58,7 +58,7 @@ class PeerServer:
         block_tokens: int,
         key_secret: Callable[[], KeySecret],
         on_sent: Callable[[int], None],
-        memory: SharedMemory | None = None,
+        memory: RegisteredStores | None = None,
     ) -> None:
         """Listen and start the thread that accepts connections.
 
@@ -184,7 +184,7 @@ class PeerServer:
                 break
         channel.send_end()
 
-    def _addresses(self, memory: SharedMemory, keys: list[bytes], answer: PrefixAnswer) -> Addresses:
+    def _addresses(self, memory: RegisteredStores, keys: list[bytes], answer: PrefixAnswer) -> Addresses:
         """List the records up to the first one that is gone."""
         listed = []
         for store, number, key in self._records(keys, answer):

@@ -17,7 +17,7 @@ from kvcache.tiers.jobs import FetchJob, PeerAddress
 from kvcache.tiers.peer_link import PeerLink, PeerSide
 from kvcache.tiers.peer_server import PeerServer
 from kvcache.tiers.records import RecordLayout
-from kvcache.tiers.remote_memory import NixlAgent, SharedMemory
+from kvcache.tiers.remote_memory import NixlAgent, RegisteredStores
 from kvcache.tiers.tiers import Tier, Tiers
 
 MOST_LINKS = 64  # connections to peers; the one that was used the longest time ago is closed
@@ -67,7 +67,7 @@ class Peers:
             block_tokens=block_tokens,
             key_secret=self._side.key_secret,
             on_sent=self._side.note_sent,
-            memory=None if agent is None else SharedMemory(agent, stores),
+            memory=None if agent is None else RegisteredStores(agent, stores),
         )
         self.address = PeerAddress(self._server.address, memory)
         self._links: OrderedDict[str, PeerLink] = OrderedDict()  # by address, the latest one last

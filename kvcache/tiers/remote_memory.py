@@ -160,7 +160,7 @@ class PendingRead:
         self._agent.release_xfer_handle(self._handle)
 
 
-class SharedMemory:
+class RegisteredStores:
     """The memory of a node's stores, as other nodes read it."""
 
     def __init__(self, agent: NixlAgent, stores: Sequence[RecordStore]) -> None:

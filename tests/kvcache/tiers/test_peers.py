@@ -380,23 +380,26 @@ def test_a_peer_that_is_gone_is_avoided_for_a_while(nodes: Callable[..., Node]) 
     assert client.outcomes() == {"whole": 1, "failed": 1, "declined": 2}
 
 
-def test_an_unwanted_fetch_ends_early_and_the_next_one_works(
-    nodes: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, client = nodes(PLAIN), nodes(PLAIN)
-    source.remember()
-    keep = client.tiers.keep
+def fetch_and_leave(client: Node, address: str) -> FetchJob:
+    """Fetch a prefix that is unwanted as soon as its first record is there, and wait for the end."""
+    fetch, keep = FetchJob(address, TOKENS, ROOT_KEY), client.tiers.keep
 
     def keep_and_leave(*arguments: Any, **options: Any) -> bool:
         fetch.is_unwanted = True
         return keep(*arguments, **options)
 
-    monkeypatch.setattr(client.tiers, "keep", keep_and_leave)
-    fetch = FetchJob(source.peers.address.address, TOKENS, ROOT_KEY)
-    client.tiers.fetch(fetch)
-    client.until(lambda: fetch in client.tiers.finished())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(client.tiers, "keep", keep_and_leave)
+        client.tiers.fetch(fetch)
+        client.until(lambda: fetch in client.tiers.finished())
+    return fetch
+
+
+def test_an_unwanted_fetch_ends_early_and_the_next_one_works(nodes: Callable[..., Node]) -> None:
+    source, client = nodes(PLAIN), nodes(PLAIN)
+    source.remember()
+    fetch = fetch_and_leave(client, source.peers.address.address)
     assert len(fetch.keys) == 1
-    monkeypatch.undo()
     assert client.fetch(source.peers.address.address).keys == set(client.keys()[1:])
     check_equal(client, source)
 

@@ -8,15 +8,13 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from kvcache.paged_cache import LayerShape
-from kvcache.prefix import ROOT_KEY
 from kvcache.tiers import peer_link, remote_memory
 from kvcache.tiers.frames import Channel, PrefixAnswer
-from kvcache.tiers.jobs import FetchJob, LoadJob
+from kvcache.tiers.jobs import LoadJob
 from kvcache.tiers.records import RecordStore
 from kvcache.tiers.remote_memory import NixlAgent, RemoteMemoryError, RemoteRecord
 from tests.kvcache.tiers.test_peers import (
@@ -25,6 +23,7 @@ from tests.kvcache.tiers.test_peers import (
     TOKENS,
     Node,
     check_equal,
+    fetch_and_leave,
     fill_random,
     nodes,
     started,
@@ -143,18 +142,8 @@ def test_an_unwanted_read_ends_early_and_the_next_one_works(
     source, client = nodes(PLAIN, has_nixl=True), nodes(PLAIN, has_nixl=True)
     fill_random(client)
     source.remember()
-    keep = client.tiers.keep
-
-    def keep_and_leave(*arguments: Any, **options: Any) -> bool:
-        fetch.is_unwanted = True
-        return keep(*arguments, **options)
-
-    monkeypatch.setattr(client.tiers, "keep", keep_and_leave)
-    fetch = FetchJob(source.peers.address.address, TOKENS, ROOT_KEY)
-    client.tiers.fetch(fetch)
-    client.until(lambda: fetch in client.tiers.finished())
+    fetch = fetch_and_leave(client, source.peers.address.address)
     assert len(fetch.keys) == 1
-    monkeypatch.setattr(client.tiers, "keep", keep)
     assert client.fetch(source.peers.address.address).keys == set(client.keys()[1:])
     check_equal(client, source)
     figures = client.tiers.figures
