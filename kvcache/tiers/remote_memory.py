@@ -90,11 +90,13 @@ class NixlAgent:
         return Registration(address, descriptors)
 
     def deregister(self, registration: "Registration") -> None:
-        """End the use of memory."""
-        with contextlib.suppress(RemoteMemoryError):
-            _within(
-                CALL_S, "cannot end the use", lambda: self._agent.deregister_memory(registration.descriptors)
-            )
+        """End the use of memory.
+
+        Raises:
+            RemoteMemoryError: NIXL may still use it.
+        """
+        descriptors = registration.descriptors
+        _within(CALL_S, "cannot deregister memory", lambda: self._agent.deregister_memory(descriptors))
 
     @property
     def metadata(self) -> bytes:
@@ -242,10 +244,13 @@ class RemoteReader:
         _given_up.append(self._memory)
 
     def close(self) -> None:
-        """Forget the peer and free the memory. No read may be going on."""
+        """Forget the peer and free the memory, unless NIXL may still use it. No read may be going on."""
         if self._peer[1]:
             self._agent.leave(self._peer[1])
-        self._agent.deregister(self._registered)
+        try:
+            self._agent.deregister(self._registered)
+        except RemoteMemoryError:
+            self.give_up()
 
 
 def check_installed() -> None:

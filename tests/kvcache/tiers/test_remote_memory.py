@@ -241,6 +241,16 @@ def test_a_peer_that_names_wrong_addresses_is_refused(nodes: Callable[..., Node]
         agent.meet(b"nonsense")
 
 
+def test_memory_that_cannot_be_deregistered_is_not_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    given_up, agent = len(remote_memory._given_up), NixlAgent()
+    remote_memory.RemoteReader(agent, 64).close()
+    assert len(remote_memory._given_up) == given_up
+    reader = remote_memory.RemoteReader(agent, 64)
+    monkeypatch.setattr(agent._agent, "deregister_memory", lambda _descriptors: [][0])
+    reader.close()
+    assert remote_memory._given_up[given_up:] == [reader._memory]
+
+
 def test_a_missing_nixl_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_memory, "PACKAGES", ("no_such_package",))
     for attempt in (NixlAgent, remote_memory.check_installed):
