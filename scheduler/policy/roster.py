@@ -49,6 +49,11 @@ class WaitingQueue:
         return min(heads, key=self._place)
 
     @property
+    def resumed(self) -> list[Sequence]:
+        """The waiting sequences that have begun before, in order."""
+        return list(self._resumed)
+
+    @property
     def is_order_fixed(self) -> bool:
         """Whether service of keys cannot change the head. False if several keys wait."""
         return len(self._fresh) <= 1
@@ -60,8 +65,7 @@ class WaitingQueue:
 
     def add(self, sequence: Sequence) -> None:
         """Insert a sequence at its place."""
-        has_begun = sequence.num_admissions or sequence.request.replayed_ids  # replayed: begun on a lost rank
-        queue = self._resumed if has_begun else self._queue_for(sequence.request)
+        queue = self._resumed if sequence.has_begun else self._queue_for(sequence.request)
         self._queue_of[sequence] = queue
         insort(queue, sequence, key=lambda each: (each.request.priority, each.number))
 
@@ -176,6 +180,11 @@ class Roster:
         """Take a waiting sequence aside while its prefix loads."""
         self.waiting.remove(sequence)
         self.loading.append(sequence)
+
+    @property
+    def resuming(self) -> list[Sequence]:
+        """The sequences that have begun, here or on another rank, and load their prefixes to continue."""
+        return [each for each in self.loading if each.has_begun]
 
     def bring_back(self) -> None:
         """Move sequences that no longer load back to their places in the queue."""

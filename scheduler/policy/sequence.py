@@ -207,6 +207,11 @@ class Sequence:
         return self.num_output_tokens - len(self.request.replayed_ids)
 
     @property
+    def has_begun(self) -> bool:
+        """Whether it has run before, here or on another rank."""
+        return bool(self.num_admissions or self.request.replayed_ids)
+
+    @property
     def num_prefillable(self) -> int:
         """Number of its first tokens that may run as a prompt and have shared blocks: all, or those of its prompt.
 

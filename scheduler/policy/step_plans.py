@@ -21,7 +21,7 @@ class NextStep(NamedTuple):
     """The expected content of the step after the batches planned so far."""
 
     num_decodes: int  # most decode tokens, drafts included
-    has_prefill: bool  # a prompt continues, or a waiting one finds a seat and blocks
+    has_prefill: bool  # a prompt continues, a waiting one finds a seat and blocks, or a request that moved here loads its prefix
     num_prefill: int  # tokens of such prompts, cached ones included; at most a step's capacity
 
 
@@ -226,10 +226,14 @@ class StepPlans:
                 break
         if waiting and len(running) >= self._limits.max_num_seqs and not waiting.head.num_in_flight:
             self._waits_for_tier(waiting.head, now_s)
+        # Several requests that move here at once load at once, although a step may begin only some of them.
+        for sequence in waiting.resumed:
+            if not sequence.num_in_flight:
+                self._waits_for_tier(sequence, now_s)
         return items
 
     def _waits_for_tier(self, sequence: Sequence, now_s: float) -> bool:
-        """Whether the head of the queue was set aside because its prefix is on the way from a tier."""
+        """Whether a waiting sequence was set aside because its prefix is on the way from a tier."""
         sequence.is_long = self._limits.is_long(len(sequence.token_ids))
         if not self._tables.begin_load(sequence, len(self._roster.running), now_s):
             return False
@@ -275,9 +279,15 @@ class StepPlans:
         """Predict the next step: see `Scheduler.next_step`."""
         running, begins = self._roster.running, self._head_begins
         is_mid_prompt = bool(running) and running[-1].is_prefilling
-        num_prefill = self._roster.num_prefill(self._limits.max_num_batched_tokens, with_waiting=begins)
+        most = self._limits.max_num_batched_tokens
+        num_prefill = self._roster.num_prefill(most, with_waiting=begins)
+        # A request that moved here is to continue in the first step after its load, also between decodes.
+        resuming = self._roster.resuming if len(running) < self._limits.max_num_seqs else []
+        num_prefill = min(most, num_prefill + sum(map(self._tables.num_after_load, resuming)))
         num_decodes = sum(map(_num_rows, running)) + sum(self._draft_limits(running))
-        return NextStep(min(num_decodes, self._most_rows), begins or is_mid_prompt, num_prefill)
+        return NextStep(
+            min(num_decodes, self._most_rows), begins or is_mid_prompt or bool(resuming), num_prefill
+        )
 
     @property
     def _head_begins(self) -> bool:

@@ -61,6 +61,13 @@ class BlockTables:
             return False
         return self.tiers.look(sequence, _num_shareable(sequence), num_spare_blocks, now_s)
 
+    def num_after_load(self, sequence: Sequence) -> int:
+        """Return how many tokens a loading sequence has to run when its whole prefix is loaded."""
+        return (
+            sequence.num_prefillable
+            - _num_shareable(sequence) // self._pool.block_tokens * self._pool.block_tokens
+        )
+
     def begin_fetch(self, sequence: Sequence, now_s: float) -> None:
         """Begin to fetch a new sequence's prefix from the node that its request names."""
         if self.tiers is not None:

@@ -5,9 +5,9 @@ job is done; if too many jobs are open, blocks are left out until there is room,
 beginning. A loaded prefix becomes an ordinary cached prefix: its blocks are published and released, and the request finds them
 when it is seated. So no other part of the scheduler knows tiers, and a load that fails or comes late changes no answer.
 
-A request is looked up once before each start, when its turn comes, or while it is the next to start and all seats are taken.
-While its prefix loads, others may pass it. After `MOST_LOAD_S` the request starts without it, and the blocks come back when
-the thread is done with them.
+A request is looked up once before each start, when its turn comes, or while it is the next to start and all seats are taken. One
+that has begun before, here or on another rank, is looked up at once. While its prefix loads, others may pass it. After
+`MOST_LOAD_S` the request starts without it, and the blocks come back when the thread is done with them.
 
 If another node probably has a request's prefix, what this node lacks is fetched as soon as the request arrives. It holds no block.
 The fetched blocks are in host memory when the request is looked up.

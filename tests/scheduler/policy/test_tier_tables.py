@@ -74,6 +74,44 @@ def test_others_pass_a_request_whose_prefix_loads() -> None:
     assert [item.sequence.request.request_id for item in rank.plan().items] == ["passes", "loads"]
 
 
+def moved(name: str, tokens: list[int]) -> Request:
+    """Return a request with `tokens`, the last two of which it generated on another rank."""
+    return replace(ask(name, tokens[:-2], max_tokens=9), replayed_ids=tuple(tokens[-2:]))
+
+
+def rank_that_lost_its_memory(*prefixes: list[int]) -> PlannedRank:
+    """Return a rank that has prefixes in its tiers only, and does not load anything yet."""
+    rank = rank_with_tiers(num_blocks=40)
+    for number, prefix in enumerate(prefixes):
+        serve(rank, ask(f"first {number}", [*prefix, 0]))
+    rank.scheduler.free_cached()
+    rank.lose_memory()
+    rank.tiers.is_prompt, rank.tiers.chance, rank.tiers.num_loads = False, 0.0, 0
+    return rank
+
+
+def test_a_rank_announces_the_last_tokens_of_moved_requests_while_they_load() -> None:
+    rank = rank_that_lost_its_memory(PREFIX)
+    rank.scheduler.add(ask("fresh", [*PREFIX, 3]))
+    assert not rank.plan().items
+    assert rank.scheduler.next_step == (0, False, 0), "a fresh request may wait for a step"
+    rank.scheduler.add(moved("moved", [*PREFIX, 3, 5, 1]))
+    assert not rank.plan().items
+    assert rank.scheduler.next_step == (0, True, 3)
+    rank.scheduler.abort("fresh")
+    rank.tiers.chance = 1.0
+    assert [(item.start, item.num_tokens) for item in rank.plan().items] == [(len(PREFIX), 3)]
+
+
+def test_moved_requests_load_together_although_a_step_has_room_for_one() -> None:
+    prefixes = [PREFIX[at:] + PREFIX[:at] for at in range(3)]
+    rank = rank_that_lost_its_memory(*prefixes)
+    for number, prefix in enumerate(prefixes):
+        rank.scheduler.add(moved(f"moved {number}", [*prefix, 3, 5, 1]))
+    rank.scheduler.schedule(prefill_budget=0)
+    assert rank.tiers.num_loads == len(prefixes)
+
+
 def test_a_load_that_takes_too_long_is_given_up_and_its_blocks_come_back_later() -> None:
     rank = rank_with_tiers()
     serve(rank, ask("first", [*PREFIX, 0]))
