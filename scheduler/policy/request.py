@@ -168,10 +168,10 @@ class Withdraw(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """A request that another rank of this host will hand over: its blocks may be loaded while that rank computes them."""
+    """A request that another rank of this host will hand over or release: its blocks may be loaded meanwhile."""
 
     request_id: str
-    request: Request | None  # None if it will not be handed over to this rank any more
+    request: Request | None  # None: the request stays elsewhere
 
 
 class ForgetPrefixes(NamedTuple):

@@ -99,6 +99,8 @@ class Roster:
         self.running: list[Sequence] = []  # in the order in which they began
         self.parked: list[Sequence] = []  # waiting for the masks of their structures
         self.loading: list[Sequence] = []  # waiting for their prefixes from a tier
+        # Begun on another rank, which is releasing them: each with the time until which it may come.
+        self.coming: dict[str, tuple[Sequence, float]] = {}
         self.num_preemptions = 0  # counter
         self._num_enqueued = 0
         self._by_id: dict[str, Sequence] = {}  # all, by request id
@@ -136,6 +138,7 @@ class Roster:
     def enqueue(self, sequence: Sequence) -> None:
         """Add a new sequence to the queue."""
         self._by_id[sequence.request.request_id] = sequence
+        self.coming.pop(sequence.request.request_id, None)
         sequence.number = self._num_enqueued = self._num_enqueued + 1
         self.waiting.add(sequence)
 
@@ -183,8 +186,13 @@ class Roster:
 
     @property
     def resuming(self) -> list[Sequence]:
-        """The sequences that have begun, here or on another rank, and load their prefixes to continue."""
-        return [each for each in self.loading if each.has_begun]
+        """The sequences that have begun, and come or load their prefixes to continue."""
+        return [each for each, _ in self.coming.values()] + [each for each in self.loading if each.has_begun]
+
+    def forget_coming(self, now_s: float) -> None:
+        """Forget the coming sequences that are overdue."""
+        for request_id in [name for name, (_, until_s) in self.coming.items() if until_s < now_s]:
+            del self.coming[request_id]
 
     def bring_back(self) -> None:
         """Move sequences that no longer load back to their places in the queue."""

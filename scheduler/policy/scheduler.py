@@ -28,6 +28,9 @@ class DuplicateRequestError(ValueError):
     """The id of a request that is already being served."""
 
 
+MOST_COMING_S = 1.0  # for a request that another rank is releasing
+
+
 class SchedulerStats(NamedTuple):
     """The scheduler's fields of `RankStats`, under the same names."""
 
@@ -179,6 +182,7 @@ class Scheduler:
 
     def collect(self, now_s: float) -> None:
         """Take back what the tiers have saved or loaded. `schedule` does it too."""
+        self._roster.forget_coming(now_s)
         if self._tables.tiers is not None:
             self._tables.tiers.collect(now_s)
             self._roster.bring_back()
@@ -233,6 +237,7 @@ class Scheduler:
         for sequence in list(self._tables.leaving):
             self._tables.vacate(sequence)
         self._refused.clear()
+        self._roster.coming.clear()
 
     def _drop_in_flight(self) -> None:
         for batch in self._in_flight:
@@ -271,12 +276,16 @@ class Scheduler:
             heapq.heappush(self._deadlines, (request.deadline_s, request.request_id))
 
     def expect(self, expected: Expected, now_s: float) -> None:
-        """Begin to load the blocks of a request that another rank will hand over, or give them back."""
+        """Begin to load the blocks of a request that another rank will hand over or release, or give them back."""
         if expected.request is not None:
             sequence = self._sequence_of(expected.request)
             sequence.is_long = self._limits.is_long(len(sequence.token_ids))
             self._tables.expect(sequence, now_s)
-        elif self._tables.tiers is not None:
+            if sequence.has_begun:
+                self._roster.coming[expected.request_id] = (sequence, now_s + MOST_COMING_S)
+            return
+        self._roster.coming.pop(expected.request_id, None)
+        if self._tables.tiers is not None:
             self._tables.tiers.expect_no_more(expected.request_id)
 
     def _sequence_of(self, request: Request, matcher: StructureMatcher | None = None) -> Sequence:

@@ -30,6 +30,7 @@ from scheduler.policy.sequence import Sequence, SequenceStatus
 
 MOST_LOAD_S = 3.0  # also of a fetch
 MOST_AWAIT_S = 0.5
+MOST_JOIN_S = 0.02  # if the other rank saves nothing more: what is missing was left out
 MOST_EXPECT_S = 60.0  # for a prompt on another rank
 _NOW_S = 1e-9  # a time that is over: a load that waited until then waits no more
 SHARE_OF_SAVES = 4  # saves hold at most a fourth of the blocks, or of the slots
@@ -264,7 +265,8 @@ class TierTables:
         load = self._expected.pop(sequence.request.request_id, None)
         if load is None or load not in self._loads:
             return False
-        load.until_s = min(load.until_s, now_s + MOST_AWAIT_S)
+        most_s, sequence.num_awaited_tokens = MOST_AWAIT_S if sequence.num_awaited_tokens else MOST_JOIN_S, 0
+        load.until_s = min(load.until_s, now_s + most_s)
         self._loads[load] = self._loads[load]._replace(
             sequence=sequence, num_admissions=sequence.num_admissions, until_s=load.until_s
         )

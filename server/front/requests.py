@@ -78,6 +78,7 @@ class Requests:
         self._router = router
         self._journal = journal
         self._moves = moves
+        moves.on_leaving = self._announce
         self._metrics = metrics
         self._timeout_s = timeout_s
         self._admission = admission or Admission(None)
@@ -219,6 +220,11 @@ class Requests:
         """Record a rank's state after a step, and let requests move."""
         self._router.note_stats(stats)
         self._moves.look()
+
+    def _announce(self, request_id: str, target: int) -> None:
+        """Let the next rank of a request prepare while its present one releases it."""
+        if (generation := self._open.get(request_id)) is not None:
+            self._submissions.announce(generation, target, time.monotonic())
 
     def _take_back(self, generation: Generation, output: RequestOutput, now_s: float) -> None:
         """Submit a request that its rank released, with its delivered tokens, to another rank."""

@@ -327,10 +327,10 @@ class Submit(NamedTuple):
 
 
 class Expect(NamedTuple):
-    """Load a request's blocks while another rank of the host computes them, because that rank will hand it over."""
+    """Load a request's blocks while it runs on another rank of the host, because that rank will hand it over or release it."""
 
     request_id: str
-    submit: Submit | None  # None if it will not be handed over to this rank any more
+    submit: Submit | None  # None: the request stays elsewhere
 
 
 class Abort(NamedTuple):

@@ -193,6 +193,10 @@ class Router(MovePlans):
         while len(self._sessions) > MAX_SESSIONS:
             self._sessions.popitem(last=False)
 
+    def target_of(self, request_id: str) -> int | None:
+        """Return the rank that has reserved a place for a request that leaves its rank, or None."""
+        return self._loads[request_id].target
+
     def take_back(
         self, request_id: str, prompt_ids: Sequence[int], *, is_handed_over: bool = False
     ) -> ReleasedRequest:

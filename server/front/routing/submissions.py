@@ -1,7 +1,7 @@
 """The way of a choice to a rank: its rank, the place of its adapter, the node that has its prefix, and the rank that comes next.
 
 A choice is submitted with its delivered tokens, so a rank that continues it generates the same rest of the answer. If its rank
-will hand it over, the next rank expects it and loads its blocks meanwhile. The module keeps no choices: those without a rank
+will hand it over or release it, the next rank expects it and loads its blocks meanwhile. The module keeps no choices: those without a rank
 are the caller's.
 """
 
@@ -95,6 +95,14 @@ class Submissions:
             generation.expected_at = next_rank
             self._ranks.expect(next_rank, request, now_s=now_s)
         return True
+
+    def announce(self, generation: Generation, target: int, now_s: float) -> None:
+        """Let a rank load the blocks of a begun choice that its rank will release, if both are on one host."""
+        request = self._journal.request_so_far(generation.ask.request.request_id)
+        if request.replayed_ids and self._router.share_host(generation.rank, target):
+            self.expect_no_more(generation, target)
+            generation.expected_at = target
+            self._ranks.expect(target, request, now_s=now_s)
 
     def expect_no_more(self, generation: Generation, rank: int | None = None) -> None:
         """Let the rank that expects a request give its blocks back, unless the request comes there: to `rank`."""

@@ -9,8 +9,8 @@ from kvcache.images import Image
 from kvcache.prefix import ROOT_KEY, with_weights
 from kvcache.states import StatePool
 from scheduler.policy.request import Expected, Request, RequestOutput
-from scheduler.policy.scheduler import Scheduler
-from scheduler.policy.tier_tables import MOST_AWAIT_S
+from scheduler.policy.scheduler import MOST_COMING_S, Scheduler
+from scheduler.policy.tier_tables import MOST_AWAIT_S, MOST_JOIN_S
 from tests.scheduler.policy.test_tier_tables import ask
 from tests.support.engines.fake_tiers import FakeTiers
 from tests.support.engines.policy_cases import BLOCK_TOKENS, rank_of, request_of, step
@@ -268,18 +268,52 @@ def test_cached_blocks_that_an_expected_request_shares_do_not_count_as_free_for_
     assert second.pool.num_free == 24, "12 would be free after sharing, and twice 10 are needed"
 
 
-def test_an_expected_request_that_comes_early_waits_for_its_blocks_a_bounded_time() -> None:
+@pytest.mark.parametrize(
+    ("num_saving", "most_s"),
+    [(32, MOST_AWAIT_S), (0, MOST_JOIN_S)],
+    ids=["its last rank saves", "all is saved"],
+)
+def test_an_expected_request_that_comes_early_waits_for_its_blocks_a_bounded_time(
+    num_saving: int, most_s: float
+) -> None:
     first = rank_of_host(batched=8)
     second = rank_of_host(other=first)
     request = ask("r", prompt_of(33), max_tokens=5)
     expect(second, request)
-    second.scheduler.add(replace(request, replayed_ids=(serve_alone(request, LENGTH)[0][0],)))
+    tokens = (serve_alone(request, LENGTH)[0][0],)
+    second.scheduler.add(replace(request, replayed_ids=tokens, num_awaited_tokens=num_saving))
     assert not second.plan(now_s=0.0).items, "it waits for the load that follows"
-    second.tiers.now_s = 0.1 + MOST_AWAIT_S
-    assert second.plan(now_s=0.1 + MOST_AWAIT_S).items
+    second.tiers.now_s = 0.9 * most_s
+    assert not second.plan(now_s=0.9 * most_s).items
+    second.tiers.now_s = 1.1 * most_s
+    assert second.plan(now_s=1.1 * most_s).items
     second.finish()
     second.drain()
     assert second.pool.num_free == second.pool.num_blocks
+
+
+@pytest.mark.parametrize("end", ["comes", "stays", "is overdue"])
+def test_a_rank_announces_the_last_tokens_of_a_begun_request_that_another_rank_releases(end: str) -> None:
+    first = rank_of_host()
+    request = ask("r", prompt_of(33), max_tokens=5)
+    tokens = (begin(first, request).token_ids[0],)
+    second = rank_of_host(other=first)
+    expect(second, ask("fresh", prompt_of(40)))
+    assert second.scheduler.next_step.num_prefill == 0, "it is not known when its prompt ends"
+    begun = replace(request, replayed_ids=tokens)
+    expect(second, begun, now_s=1.0)
+    assert not second.scheduler.has_work
+    assert second.scheduler.next_step == (0, True, 2), "32 of 34 tokens are in whole blocks"
+    if end == "comes":
+        second.scheduler.add(begun)
+        second.drain()
+        assert [*tokens, *second.tokens_of("r")] == serve_alone(request, LENGTH)[0]
+        assert second.outputs["r"][0].num_cached_tokens == 32
+    elif end == "stays":
+        second.scheduler.expect(Expected("r", None), 1.1)
+    else:
+        second.scheduler.collect(1.01 + MOST_COMING_S)
+    assert second.scheduler.next_step == (0, False, 0)
 
 
 def test_blocks_for_an_expected_request_are_given_back_if_another_one_needs_them() -> None:

@@ -246,6 +246,26 @@ async def test_a_running_request_goes_on_elsewhere_with_the_tokens_that_came_unt
 
 
 @in_loop
+async def test_the_next_rank_expects_what_a_draining_rank_releases_until_it_comes_or_ends() -> None:
+    desk, _, home = open_begun("a", "b", "c")
+    desk.moves.drain(home)
+    assert desk.ranks.expected == [(1 - home, name, True) for name in "abc"]
+    release(desk, "a", home)
+    desk.deliver("b", "c", FinishReason.STOP)
+    desk.requests.leave([home])
+    assert desk.rank_of("c") == 1 - home
+    assert desk.ranks.expected[3:] == [(1 - home, "b", False)], "the others have come"
+
+
+@in_loop
+async def test_a_rank_of_another_host_does_not_expect_what_a_draining_rank_releases() -> None:
+    desk, _, home = open_begun("a")
+    desk.router.note_size(1 - home, seats=SEATS, block_tokens=BLOCK_TOKENS, host="other")
+    desk.moves.drain(home)
+    assert desk.ranks.withdrawn == [(home, "a")] and not desk.ranks.expected
+
+
+@in_loop
 async def test_refused_drains_name_the_reason() -> None:
     desk = Desk()
     for rank in (-1, 2):
