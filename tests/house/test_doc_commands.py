@@ -32,6 +32,11 @@ from server.options.reading import options_from
 words, url = sys.argv[1:], "URL"
 if words[:1] == ["serve"]:
     _prepare(replace(options_from(cli._parse(words)), port=0))
+elif words[:1] == ["run-batch"]:
+    from tests.support.service.private_services import import_once
+
+    import_once()
+    sys.exit(cli.main(words))
 elif words[:1] == ["doctor"]:
     sys.exit(cli.main([*words, "--port", "0"]))  # another program may have 8000
 elif words[:1] in (["chat"], ["bench"], ["status"], ["drain"], ["scale"], ["autoscale"], ["pools"]) or words[:2] in (["experts", verb] for verb in ("load", "record", "apply", "rollback", "history")):
@@ -39,6 +44,9 @@ elif words[:1] in (["chat"], ["bench"], ["status"], ["drain"], ["scale"], ["auto
 else:
     sys.exit(cli.main(words))
 """
+_IMPORT_ONCE = (
+    "from tests.support.service.private_services import import_once\nimport_once()\n"  # for private services
+)
 _MAKE = f"""#!/bin/sh
 exec /usr/bin/make --dry-run --directory {ROOT} "$@"
 """
@@ -92,7 +100,7 @@ def run(each: Documented, place: Place, folder: Path) -> str:
     path = os.pathsep.join([str(place.programs), str(Path(sys.executable).parent), os.environ["PATH"]])
     text = place.adapted(each.text)
     if each.language == "python":
-        (folder / "script.py").write_text(text)
+        (folder / "script.py").write_text(f"{_IMPORT_ONCE if 'LLM(' in text else ''}{text}")
         words = [sys.executable, "script.py"]
     else:
         words = [

@@ -10,6 +10,7 @@ import pytest
 
 from server.offline import LLM, SamplingParams
 from tests.support.service.forked import WIDEEP
+from tests.support.service.private_services import import_once
 from tests.support.service.real_service import REPOSITORY, RealService
 from tests.support.service.service_processes import HEARS_CTRL_C, has_ended
 
@@ -21,6 +22,8 @@ SCRIPT = f"""
 import sys
 sys.path.insert(0, {str(REPOSITORY)!r})
 from server.offline import LLM, SamplingParams
+from tests.support.service.private_services import import_once
+import_once()
 llm = LLM(sys.argv[1], kv_cache_memory="16M")
 print(llm.generate("the cat", SamplingParams(max_tokens=4))[0].outputs[0].token_ids, flush=True)
 input()
@@ -31,6 +34,7 @@ input()
 def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run gloo over the loopback device, regardless of the address of the machine's name."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    import_once()
 
 
 def test_an_llm_and_a_batch_give_the_services_tokens(model: Path, tmp_path: Path) -> None:

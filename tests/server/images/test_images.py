@@ -21,6 +21,7 @@ from server.offline import LLM, LLMError, SamplingParams
 from tests.support.models.seeing import IMAGE_TOKEN, MERGE, write_seeing_model
 from tests.support.requests.pictures import data_url, png, png_of
 from tests.support.requests.web_pictures import WebPictures
+from tests.support.service.private_services import import_once
 from tests.support.service.real_service import START_S, RealService
 from tests.support.service.service_processes import wait_until
 
@@ -263,6 +264,7 @@ def test_the_offline_chat_gives_the_same_answer(
     model: tuple[Path, Oracle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    import_once()
     chats: list[Parts] = [["A: ", WIDE, "B: ", TALL, "which?"], ["no picture"], [TALL]]
     params = SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True)
     with LLM(str(model[0]), kv_cache_memory="16M", data_parallel_size=1, max_model_len=256) as llm:

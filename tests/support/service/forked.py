@@ -4,6 +4,8 @@ One such process per kind forks all commands of a test process. An order has the
 namespaces, with the descriptors of its output and of a socket for its pid and exit status. If the test process ends, so do its
 commands.
 
+Private services of scripts are `importing_once` instead: `serve` imports once, and forks its children.
+
 A forked `serve` or torchrun forks its children too. Its fronts find torch imported, which real ones hide; a front of `FrontProcess`
 comes from a process without torch. All other commands start a new interpreter: those of docs, and benchmarks without `forked_services`.
 """
@@ -39,6 +41,15 @@ WIDEEP = (sys.executable, "-P", str(ROOT / "server" / "__main__.py"))
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 FIRST_FD = 10  # number of the first descriptor that a forked command inherits
 _ORDER_BYTES = 2**17
+_ONCE = (
+    "import sys; sys.path.insert(0, sys.argv.pop(1)); from tests.support.service import forked; "
+    "sys.exit(forked.run_once(sys.argv[1:]))"
+)
+# OpenMP reads its variables when torch is imported.
+_AS_ENGINE = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GRPC_VERBOSITY": "NONE"}
+# torch reads its level when it is imported, here before the options of a service are known. With `--log-format json`, a service
+# silences it.
+_SILENT = {"TORCH_CPP_LOG_LEVEL": "FATAL"}
 _FORKED_CHILDREN = ("launcher", "worker", "engine", "front")  # of a forked `serve` or torchrun
 _NEW_HOST_NAME, _NETWORK = 0x04000000, 0x40000000  # CLONE_NEWUTS, CLONE_NEWNET of linux/sched.h
 _MOUNTS, _SLAVE = 0x00020000, 0x84000  # CLONE_NEWNS of linux/sched.h; MS_REC | MS_SLAVE of linux/mount.h
@@ -110,18 +121,21 @@ def can_fork_services() -> bool:
     return _MemoryMap.of_this_process().apply()
 
 
+def importing_once(command: Sequence[str]) -> tuple[str, ...]:
+    """Return the start of a command that runs `WIDEEP` in its own process, and forks its children there.
+
+    If the kernel does not allow that, it is the command itself.
+    """
+    return (sys.executable, "-P", "-c", _ONCE, str(ROOT), *command) if can_fork_services() else tuple(command)
+
+
 @cache
 def _orders(kind: Kind) -> socket.socket:
     """Start the process that forks commands of a kind. Return the socket for its orders."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
-        # OpenMP reads its variables when torch is imported.
-        as_engine = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GRPC_VERBOSITY": "NONE"}
-        # torch reads its level when it is imported, here before the options of a service are known. With
-        # `--log-format json`, a service silences it.
-        silent = {"TORCH_CPP_LOG_LEVEL": "FATAL"}
-        more = as_engine if kind == Kind.SERVICE else {}
-        environment = {**os.environ, **silent, **more, "PYTHONPATH": str(ROOT)}
+        more = _AS_ENGINE if kind == Kind.SERVICE else {}
+        environment = {**os.environ, **_SILENT, **more, "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-P", __file__, kind, str(theirs.fileno())]
         subprocess.Popen(command, pass_fds=(theirs.fileno(),), env=environment)
     return ours
@@ -365,6 +379,15 @@ def _import(kind: Kind) -> None:
         workers.Popen = _popen_of_torchrun  # type: ignore[attr-defined]
     importlib.import_module("server.serve.front.front_main")._import_http_service()
     children.subprocess = SimpleNamespace(Popen=_popen)  # type: ignore[assignment, attr-defined]
+
+
+def run_once(command: Sequence[str]) -> int:
+    """Import what a service needs, and run `WIDEEP` with its words in this process. Return the exit status."""
+    environment = dict(os.environ)
+    os.environ.update({**_AS_ENGINE, **_SILENT})
+    _import(Kind.SERVICE)
+    gc.freeze()
+    return _become(command, environment, ())
 
 
 def main() -> int:
