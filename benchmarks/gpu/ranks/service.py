@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -37,16 +37,29 @@ from scheduler.policy.config import EngineConfig
 from server.http.client import ServiceClient
 
 _DEFAULT, _INVARIANT, _QWEN3 = "default", "batch-invariant", "qwen3"
-_CLIENTS, _TINY_CLIENTS = (1, 32, 128), (2,)
-_MANY_CLIENTS, _MANY_SEQUENCES, _MANY_OUTPUT = 128, 256, 128  # of the unit qwen3
+_MANY_CLIENTS, _MANY_SEQUENCES = 128, 256  # of the unit qwen3
 _LAYERS, _FEW_LAYERS = 8, 2  # few where only bits count: the engine starts twice
-_PROMPT, _OUTPUT = 128, 64
-_STREAMS, _ARRIVALS = 8, 8  # one prompt per second
-_COMPARED, _COMPARED_TOKENS = 24, 32
 _LONG_ANSWER = 1024  # still running when the engine is killed
 _MOST_LEN = 2048
+_STREAMS = 8
 _TIMES_ITL = 2.0
 _FEW_BLOCKS = ["--kv-cache-memory", "256M"]
+
+
+class _Load(NamedTuple):
+    """What clients send."""
+
+    clients: tuple[int, ...] = (1, 32, 128)
+    prompt: int = 128  # tokens
+    output: int = 64
+    many_output: int = 128  # of the unit qwen3
+    arrivals: int = 8  # prompts during streams
+    every_s: float = 1.0  # between them
+    compared: int = 24  # requests
+    compared_tokens: int = 32
+
+
+_TINY_LOAD = _Load((2,), 20, 6, 6, 3, 0.2, 7, 8)
 
 
 def units(setting: Setting) -> list[str]:
@@ -59,8 +72,8 @@ def run(setting: Setting, unit: str) -> Iterator[Row]:
     if unit == _QWEN3:
         yield from _whole_model(setting)
         return
-    clients = _TINY_CLIENTS if setting.is_tiny else _CLIENTS
-    options = ["--batch-invariant", "--max-num-seqs", str(_COMPARED)] if unit == _INVARIANT else []
+    load = _load(setting)
+    options = ["--batch-invariant", "--max-num-seqs", str(load.compared)] if unit == _INVARIANT else []
     if unit == _INVARIANT and not setting.is_interpreted:  # leaves memory for other units at the same time
         options += _FEW_BLOCKS
     common = _flags(setting)
@@ -69,23 +82,27 @@ def run(setting: Setting, unit: str) -> Iterator[Row]:
         config = write_model(
             setting, model, _FEW_LAYERS if unit == _INVARIANT or setting.is_tiny else _LAYERS
         )
-        engine_rates = {} if unit == _INVARIANT else _engine_rates(setting, model, config, clients, _OUTPUT)
+        engine_rates = (
+            {} if unit == _INVARIANT else _engine_rates(setting, model, config, load.clients, load.output)
+        )
         with Service(str(model), [*common, *options], log) as service:
             yield Row(name=f"{unit}: start", figures={"seconds": service.start_s})
             if unit == _INVARIANT:
-                yield _compared(service, config)
-                yield _killed(service, config)
+                yield _compared(service, config, load)
+                yield _killed(service, config, load)
                 return
-            service.run(_prompts(config, 8, _PROMPT, 0), _OUTPUT, 8)
-            for count in clients:
-                timings = service.run(_prompts(config, max(2 * count, 8), _PROMPT, count), _OUTPUT, count)
+            service.run(_prompts(config, 8, load.prompt, 0), load.output, 8)
+            for count in load.clients:
+                prompts = _prompts(config, max(2 * count, 8), load.prompt, count)
+                timings = service.run(prompts, load.output, count)
                 yield _rate_row(count, summarise(timings), engine_rates[count])
-            yield asyncio.run(_arrivals(service, config))
+            yield asyncio.run(_arrivals(service, config, load))
 
 
 def _whole_model(setting: Setting) -> Iterator[Row]:
     """Measure the model in full size, with weights that each process draws itself."""
-    count = _TINY_CLIENTS[0] if setting.is_tiny else _MANY_CLIENTS
+    load = _load(setting)
+    count = load.clients[0] if setting.is_tiny else _MANY_CLIENTS
     flags = [*_flags(setting), "--load-format", "dummy", "--max-num-seqs", str(_MANY_SEQUENCES)]
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "log").open("wb") as log:
         model = Path(folder) / "model"
@@ -95,15 +112,25 @@ def _whole_model(setting: Setting) -> Iterator[Row]:
         config.save_pretrained(model)
         _write_tokenizer(model, config.vocab_size)
         engine_rates = _engine_rates(
-            setting, model, config, [count], _MANY_OUTPUT, max_num_seqs=_MANY_SEQUENCES, load_format="dummy"
+            setting,
+            model,
+            config,
+            [count],
+            load.many_output,
+            max_num_seqs=_MANY_SEQUENCES,
+            load_format="dummy",
         )
         with Service(str(model), flags, log) as service:
             yield Row(name=f"{_QWEN3}: start", figures={"seconds": service.start_s})
-            service.run(_prompts(config, 8, _PROMPT, 0), _MANY_OUTPUT, 8)
-            prompts = _prompts(config, max(2 * count, 8), _PROMPT, count)
-            timings = service.run(prompts, _MANY_OUTPUT, count)
+            service.run(_prompts(config, 8, load.prompt, 0), load.many_output, 8)
+            prompts = _prompts(config, max(2 * count, 8), load.prompt, count)
+            timings = service.run(prompts, load.many_output, count)
             yield _rate_row(count, summarise(timings), engine_rates[count], f"{_QWEN3}: ")
-            yield asyncio.run(_arrivals(service, config, f"{_QWEN3}: "))
+            yield asyncio.run(_arrivals(service, config, load, f"{_QWEN3}: "))
+
+
+def _load(setting: Setting) -> _Load:
+    return _TINY_LOAD if setting.is_tiny else _Load()
 
 
 def _flags(setting: Setting) -> list[str]:
@@ -157,10 +184,11 @@ def _engine_rates(
         max_num_batched_tokens=512 if setting.is_interpreted else 8192,
     )
     with EngineAlone(settings) as engine:
-        engine.run(_prompts(config, 2, _PROMPT, 0), num_tokens, 2)
+        length = _load(setting).prompt
+        engine.run(_prompts(config, 2, length, 0), num_tokens, 2)
         return {
             count: summarise(
-                engine.run(_prompts(config, max(2 * count, 8), _PROMPT, count), num_tokens, count)
+                engine.run(_prompts(config, max(2 * count, 8), length, count), num_tokens, count)
             ).tokens_per_s
             for count in clients
         }
@@ -177,7 +205,7 @@ def _rate_row(count: int, latency: Latency, engine_rate: float, prefix: str = ""
     return Row(name=f"{prefix}{count} clients", figures=figures)
 
 
-async def _arrivals(service: Service, config: PreTrainedConfig, prefix: str = "") -> Row:
+async def _arrivals(service: Service, config: PreTrainedConfig, load: _Load, prefix: str = "") -> Row:
     """Stream from 8 clients while a prompt arrives every second."""
     complete = functools.partial(stream_completion, service.port)
     streams_ended = asyncio.Event()
@@ -185,15 +213,15 @@ async def _arrivals(service: Service, config: PreTrainedConfig, prefix: str = ""
     async def stream(seed: int) -> list[RequestTiming]:
         timings = []
         while not streams_ended.is_set():
-            (prompt,) = _prompts(config, 1, _PROMPT, 1000 + seed)
-            timings.append(await complete(prompt, num_tokens=_OUTPUT * 4))
+            (prompt,) = _prompts(config, 1, load.prompt, 1000 + seed)
+            timings.append(await complete(prompt, num_tokens=load.output * 4))
         return timings
 
     streams = [asyncio.create_task(stream(seed)) for seed in range(_STREAMS)]
     arrivals = []
-    for number in range(_ARRIVALS):
-        await asyncio.sleep(1.0)  # the load's arrival rate
-        (prompt,) = _prompts(config, 1, _PROMPT, 2000 + number)
+    for number in range(load.arrivals):
+        await asyncio.sleep(load.every_s)
+        (prompt,) = _prompts(config, 1, load.prompt, 2000 + number)
         arrivals.append(await complete(prompt, num_tokens=2))
     streams_ended.set()
     streamed = summarise([timing for each in await asyncio.gather(*streams) for timing in each])
@@ -206,12 +234,14 @@ async def _arrivals(service: Service, config: PreTrainedConfig, prefix: str = ""
     return Row(name=f"{prefix}8 streams + prompts", figures=figures, goals={"p50 x 2 / p99": 1.0})
 
 
-def _compared(service: Service, config: Qwen3MoeConfig) -> Row:
+def _compared(service: Service, config: Qwen3MoeConfig, load: _Load) -> Row:
     """Compare requests alone, together, and again (with prefix hits)."""
-    prompts = [_prompts(config, 1, 20 + 37 * (number % 7), 3000 + number)[0] for number in range(_COMPARED)]
-    ask = functools.partial(_tokens, service.port)
+    prompts = [
+        _prompts(config, 1, 20 + 37 * (number % 7), 3000 + number)[0] for number in range(load.compared)
+    ]
+    ask = functools.partial(_tokens, service.port, num_tokens=load.compared_tokens)
     alone = [ask(prompt) for prompt in prompts]
-    with ThreadPoolExecutor(_COMPARED) as pool:
+    with ThreadPoolExecutor(load.compared) as pool:
         together = list(pool.map(ask, prompts))
     again = [ask(prompt) for prompt in prompts]
     equal_together, equal_again = (
@@ -227,9 +257,9 @@ def _compared(service: Service, config: Qwen3MoeConfig) -> Row:
     return Row(name="bits", figures=figures, is_right=is_right)
 
 
-def _killed(service: Service, config: Qwen3MoeConfig) -> Row:
+def _killed(service: Service, config: Qwen3MoeConfig, load: _Load) -> Row:
     """Kill the engine while a request runs, and compare its answer with that of an undisturbed one."""
-    (prompt,) = _prompts(config, 1, _PROMPT, 4000)
+    (prompt,) = _prompts(config, 1, load.prompt, 4000)
     ask = functools.partial(_tokens, service.port, prompt, num_tokens=_LONG_ANSWER)
     wanted = ask()
     with ThreadPoolExecutor(1) as pool:
@@ -247,9 +277,7 @@ def _killed(service: Service, config: Qwen3MoeConfig) -> Row:
     return Row(name="killed engine", figures=figures, is_right=found[0] == wanted[0])
 
 
-def _tokens(
-    port: int, prompt: list[int], *, num_tokens: int = _COMPARED_TOKENS
-) -> tuple[list[str], list[float]]:
+def _tokens(port: int, prompt: list[int], *, num_tokens: int) -> tuple[list[str], list[float]]:
     """Return the greedy tokens after a prompt, and their logprobs."""
     body: dict[str, Any] = {
         "prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "logprobs": 0,

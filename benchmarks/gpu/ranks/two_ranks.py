@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,11 +48,14 @@ def run_pair(check: str, setting: Setting, *, timeout_s: float) -> list[list[Row
     Raises:
         RuntimeError: A rank failed or timed out; both have been stopped.
     """
-    context = multiprocessing.get_context("spawn")
+    # In the interpreter, the ranks of all checks share one import of torch. A device needs new processes.
+    context: Any = multiprocessing.get_context("forkserver" if setting.is_interpreted else "spawn")
+    context.set_forkserver_preload([__name__])
+    parent_pid = None if setting.is_interpreted else os.getpid()
     with tempfile.TemporaryDirectory() as folder:
         pipes = [context.Pipe() for _ in range(2)]
         ranks = [
-            context.Process(target=_serve, args=(check, setting, rank, folder, pipe[1], os.getpid()))
+            context.Process(target=_serve, args=(check, setting, rank, folder, pipe[1], parent_pid))
             for rank, pipe in enumerate(pipes)
         ]
         for process in ranks:
@@ -76,7 +80,9 @@ def _answer(rank: int, pipe: Connection, timeout_s: float) -> list[Row]:
     return rows
 
 
-def _serve(check: str, setting: Setting, rank: int, folder: str, pipe: Connection, parent_pid: int) -> None:
+def _serve(
+    check: str, setting: Setting, rank: int, folder: str, pipe: Connection, parent_pid: int | None
+) -> None:
     """Run a rank's process until it is killed, so that the other rank can finish."""
     die_with_parent(parent_pid=parent_pid)
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
