@@ -28,7 +28,7 @@ from attention.recurrences.mixers import (
 from attention.sparse.pools import Pooling
 from kvcache.codes import E4M3, INT8
 from kvcache.gpu.write import Scales
-from tests.support.gpu.triton_compile import OTHERS, SHARED_LIMITS, another, check_budget, waits_in_loops
+from tests.support.gpu.triton_compile import OTHERS, SHARED_LIMITS, check_budget, waits_in_loops
 from tests.support.service.recorded_launch import Launch, recording
 
 META = torch.device("meta")
@@ -338,11 +338,9 @@ OF_KERNEL = {
     kernel: [name for name in OF_KERNELS if ALL[name].kernel == kernel]
     for kernel in dict.fromkeys(ALL[name].kernel for name in OF_KERNELS)
 }
-REST = sorted(set(ALL) - set(OF_KERNELS))
 # The tests above compile the rest. Cases of a kernel share the other architectures.
 CONFIGURATIONS = [
     *((names[place % len(names)], BF16, arch) for names in OF_KERNEL.values() for place, arch in enumerate(OTHERS)),
-    *((name, BF16, another(place)) for place, name in enumerate(REST) if place % 2 == 0),
     *((name, BF16, 90) for name in ALL if name not in CASES | PIPELINED),
     *((names[0], torch.float16, 90) for names in OF_KERNEL.values()),
 ]  # fmt: skip

@@ -91,6 +91,7 @@ def architecture(request: pytest.FixtureRequest) -> Iterator[tuple[int, Executor
 
 
 @pytest.mark.slow
+@pytest.mark.paired("architecture", "side", "in_blocks", of=2)
 @pytest.mark.parametrize("in_blocks", [True, False])
 @pytest.mark.parametrize("side", SIDES)
 def test_every_tile_compiles_within_its_budget(
