@@ -17,7 +17,7 @@ from scheduler.assembly import Assembled
 from scheduler.policy.request import Request
 from scheduler.policy.speculative import parse_speculative_config
 from tests.scheduler.drafts.test_served_drafts import MTP, SHARE, always_draft
-from tests.scheduler.test_invariance import FAMILIES, Answers, collect, requests
+from tests.scheduler.test_invariance import SAVED_FAMILIES, Answers, collect, requests
 from tests.support.engines.serving import build, serve
 from tests.support.models.families import write_checkpoint
 from tests.support.models.mtp import write_mtp_checkpoint
@@ -27,7 +27,7 @@ NETWORK = PeerNetwork("127.0.0.1", b"a secret of this service")
 DRAFTS = parse_speculative_config('{"method": "ngram", "num_speculative_tokens": 3}')
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=SAVED_FAMILIES)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Answers]:
     """Return a checkpoint and every request served alone, without a prefix cache or tiers."""
     directory = tmp_path_factory.mktemp(request.param)

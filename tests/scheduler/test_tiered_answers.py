@@ -17,7 +17,7 @@ from scheduler.policy.config import ConfigError
 from scheduler.policy.request import Request, RequestOutput
 from scheduler.policy.speculative import parse_speculative_config
 from tests.scheduler.drafts.test_served_drafts import MTP, SHARE
-from tests.scheduler.test_invariance import FAMILIES, Answers, collect, requests
+from tests.scheduler.test_invariance import SAVED_FAMILIES, Answers, collect, requests
 from tests.support.engines.crew import Crew
 from tests.support.engines.serving import build, occupy, request, serve
 from tests.support.models.families import VOCABULARY, write_checkpoint
@@ -27,7 +27,7 @@ HOST = 64 << 20
 DRAFTS = parse_speculative_config('{"method": "ngram", "num_speculative_tokens": 3}')
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=SAVED_FAMILIES)
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Answers]:
     """Return a checkpoint and every request served alone, without a prefix cache or tiers."""
     directory = tmp_path_factory.mktemp(request.param)
@@ -57,7 +57,7 @@ def serve_with_tiers(
 
 
 @pytest.mark.crossed("family", "settings", every=4)
-@pytest.mark.paired("family", "settings", of=2)
+@pytest.mark.paired("family", "settings", of=4)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -115,7 +115,7 @@ def test_a_restarted_service_finds_its_blocks_on_the_disk(
 
 
 @pytest.mark.crossed("family", "settings", every=4)
-@pytest.mark.paired("family", "settings", of=2)
+@pytest.mark.paired("family", "settings", of=4)
 @pytest.mark.parametrize(
     "settings",
     [

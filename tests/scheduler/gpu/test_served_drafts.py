@@ -66,11 +66,9 @@ def test_drafts_change_no_bit(given: str, foresees: bool, interpreter: RankPool,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_next", "jamba"])
-def test_drafts_change_no_token_of_recurrent_models(
-    family: str, interpreter: RankPool, tmp_path: Path
-) -> None:
-    write_checkpoint(family, tmp_path, is_shallow=True)
+def test_drafts_change_no_token_of_recurrent_models(interpreter: RankPool, tmp_path: Path) -> None:
+    """The states of jamba. Those of qwen3_next are below."""
+    write_checkpoint("jamba", tmp_path, is_shallow=True)
     plain, found, (num_right, num_tried) = interpreter.run(
         both, tmp_path, SUFFIX, True, timeout_s=INTERPRETER_S
     )[0]

@@ -24,16 +24,17 @@ from tests.support.models.families import SHALLOW, VOCABULARY, write_checkpoint
 from tests.support.models.quantise import write_quantised
 from tests.support.ranks import RankPool
 
-SIZES = (8, 16)
+SIZES = (24,)
 LENGTHS = (18, 3)
-# Two steps with prompts, and a decode.
-STEPS = [[Part(0, 0, 7)], [Part(0, 7, 17), Part(1, 0, 3)], [Part(0, 17, 18)]]
+# A step with prompts, one of them longer than what a sparse layer reads, and a decode.
+STEPS = [[Part(0, 0, 17), Part(1, 0, 3)], [Part(0, 17, 18)]]
 INVARIANT: dict[str, Any] = {"batch_invariant": True}
 # Recurrent, latent and sparse layers, biases and sinks, a router in float32, norms with 1 added, experts without a gate.
+# Plain qwen3_moe is updated below.
 CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     *((family, {}) for family in (
-        "qwen3_moe", "qwen3_next", "deepseek_v3", "deepseek_v32", "gpt_oss", "glm4_moe", "nemotron_h", "kimi_linear", "gemma4",
-        "minimax_m2", "minimax", "lfm2_moe", "llama4", "glm5_next", "jamba", "ernie4_5_vl_moe",
+        "qwen3_next", "deepseek_v32", "gpt_oss", "nemotron_h", "kimi_linear", "gemma4", "minimax_m2", "minimax", "lfm2_moe",
+        "llama4", "glm5_next", "jamba", "ernie4_5_vl_moe",
     )),
     *((family, INVARIANT) for family in ("deepseek_v3", "glm4_moe")),
     ("mimo_v2_flash", {"kv_cache_dtype": "int8"}),
@@ -77,7 +78,7 @@ def update(directory: Path, new: WeightVersion, other: Path, settings: dict[str,
     graphs = StepGraphs(built.model.forward, built.runner.step, built.runner.cache)  # type: ignore[arg-type]
     if not settings.get("enable_torch_compile"):  # compiled code cannot be recorded
         graphs.capture((1,), FakeGraphs(), prompt_sizes=SIZES)
-    (before,) = run_steps(built, texts()[:1], STEPS[:1], forward=graphs, only_last=True)
+    before, _ = run_steps(built, texts(), STEPS[:1], forward=graphs, only_last=True)
     num_replays = graphs.num_replays
     places = addresses(built)
     reports: list[Any] = []
