@@ -19,7 +19,7 @@ from tests.support.service.service_processes import wait_until
 
 NUM_CLIENTS = 8
 TIMEOUT_S = 60.0  # per request, on a loaded machine
-FAST, SLOW = 500, 12_000
+FAST, SLOW = 500, 8_000
 LOT = 100  # requests between two valid ones
 GROWTH_BYTES = 48 << 20  # growth allowed after 12,000 requests: allocators do not return all memory
 GOOD = RawRequest(

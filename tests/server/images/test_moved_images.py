@@ -17,7 +17,7 @@ from tests.support.service.service_processes import wait_until
 
 pytestmark = pytest.mark.slow
 
-NUM_STREAMS, NUM_TOKENS = 6, 440
+NUM_STREAMS, NUM_TOKENS = 4, 440
 MOVED = 'wideep:request_moves_total{cause="drain"'
 ENCODED = 'wideep:images_total{outcome="encoded"}'
 

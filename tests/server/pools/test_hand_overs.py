@@ -93,22 +93,14 @@ def computed_again(service: RealService) -> tuple[float, float]:
     return metric(service, f"{name}_count"), metric(service, f"{name}_sum")
 
 
-@pytest.mark.parametrize(
-    ("family", "flags"),
-    [
-        ("qwen3_moe", ("--speculative-config", NGRAM)),
-        ("qwen3_next", ()),
-        ("deepseek_v32", ()),
-    ],
-)
-def test_every_kind_of_record_is_handed_over_and_answers_are_as_without_hand_overs(
-    family: str, flags: tuple[str, ...], tmp_path: Path
-) -> None:
-    """Blocks of heads; states; latents and indexes. All kinds of models are tested in tests/scheduler/test_tiered_answers.py.
+def test_requests_are_handed_over_and_answers_are_as_without_hand_overs(tmp_path: Path) -> None:
+    """Blocks of heads. tests/server/memory/test_moved_state.py has states, latents and indexes, and
+    tests/scheduler/test_tiered_answers.py all kinds of models.
 
     Without hand-overs, pools answer as one group does (test_pools).
     """
-    model = write_tiny_model(tmp_path / "tiny", family)
+    model = write_tiny_model(tmp_path / "tiny")
+    flags = ("--speculative-config", NGRAM)
     scored = {
         "model": "tiny", "prompt": LONG, "max_tokens": 12, "temperature": 0, "logprobs": 2, "prompt_logprobs": 1,
     }  # fmt: skip

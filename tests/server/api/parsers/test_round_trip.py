@@ -16,7 +16,7 @@ from tests.server.api.parsers.formats import FORMATS, Call, Format
 from tests.server.api.parsers.reading import Said, deltas_of, said, without_ids
 
 _FEW = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
-_MANY = settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+_MANY = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 _BY_NAME = pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 _WORDS = (
     "x",
