@@ -23,7 +23,7 @@ from tests.support.service.real_service import START_S, RealService
 
 pytestmark = pytest.mark.slow
 
-STEPS = 16
+STEPS = 8
 WIDE, TALL, SMALL = png(112, 56, 1), png(56, 112, 2), png(40, 40, 3)
 Parts = Sequence[str | bytes]  # texts and picture files
 
@@ -73,6 +73,7 @@ class Oracle:
         self._mark, self._place = SHOWN[family].mark, SHOWN[family].place
         self._model, self._seen = model, Seen(family, directory)
         self._tokenizer = AutoTokenizer.from_pretrained(directory)
+        self._known: dict[tuple[str | bytes, ...], list[int]] = {}
 
     def prompt(self, parts: Parts) -> dict[str, torch.Tensor]:
         """Return the model's inputs for a user's message."""
@@ -91,6 +92,8 @@ class Oracle:
     @torch.inference_mode()
     def answer(self, parts: Parts) -> list[int]:
         """Return the greedy answer's tokens."""
+        if (known := tuple(parts)) in self._known:
+            return self._known[known]
         inputs = self.prompt(parts)
         num_prompt = inputs["input_ids"].shape[1]
         for _ in range(STEPS):
@@ -98,8 +101,8 @@ class Oracle:
                 inputs["mm_token_type_ids"] = (inputs["input_ids"] == self._place).int()
             logits = self._model(**inputs).logits[0, -1]
             inputs["input_ids"] = torch.cat((inputs["input_ids"], logits.argmax()[None, None]), dim=1)
-        found: list[int] = inputs["input_ids"][0, num_prompt:].tolist()
-        return found
+        self._known[known] = inputs["input_ids"][0, num_prompt:].tolist()
+        return self._known[known]
 
 
 class Served:

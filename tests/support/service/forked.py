@@ -10,6 +10,7 @@ A forked `serve` or torchrun forks its children too. Its fronts find torch impor
 comes from a process without torch. All other commands start a new interpreter: those of docs, and benchmarks without `forked_services`.
 """
 
+import asyncio
 import contextlib
 import ctypes
 import enum
@@ -31,9 +32,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import wideep
+from server.front import helper_processes
 from server.serve import children
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -281,21 +283,54 @@ def _popen(
     if pid := os.fork():
         signal.pthread_sigmask(signal.SIG_SETMASK, held)
         return children.AdoptedProcess(pid)
-    status = 1
-    try:
+
+    def prepare() -> None:
         if process_group is not None:
             os.setpgid(0, process_group)
         _reset_signals()
         signal.pthread_sigmask(signal.SIG_SETMASK, held)
         preexec_fn()
-        status = _become(command, env, pass_fds)
+
+    _live_as(command, env, pass_fds, prepare)
+    raise AssertionError("the process has ended")
+
+
+async def _start_helper(*command: str, **how: Any) -> asyncio.subprocess.Process:
+    """Fork the encoder of images, instead of starting a new interpreter: `preexec_fn` does not return."""
+    if tuple(command[: len(WIDEEP)]) != WIDEEP or command[len(WIDEEP)] != "image-encoder":
+        return await asyncio.create_subprocess_exec(*command, **how)
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # as above
+
+    def prepare() -> None:
+        _reset_signals()
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # as in a new interpreter
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+
+    try:
+        return await asyncio.create_subprocess_exec(
+            *command, **how, preexec_fn=lambda: _live_as(command, dict(os.environ), (), prepare)
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+
+
+def _live_as(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    kept_fds: Sequence[int],
+    prepare: Callable[[], None],
+) -> None:
+    """Run `wideep` in this process, which was forked for it, and end."""
+    status = 1
+    try:
+        prepare()
+        status = _become(command, environment, kept_fds)
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 1
     except Exception:  # noqa: BLE001 - an interpreter would print it, too
         traceback.print_exc()
     finally:
         _exit(status)
-    raise AssertionError("the process has ended")
 
 
 def _reset_signals() -> None:
@@ -377,6 +412,11 @@ def _import(kind: Kind) -> None:
             "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
         )
         workers.Popen = _popen_of_torchrun  # type: ignore[attr-defined]
+        with contextlib.suppress(ImportError):  # it needs Pillow
+            importlib.import_module("server.front.images.encoder_process")
+        helper_processes.asyncio = SimpleNamespace(  # type: ignore[assignment, attr-defined]
+            create_subprocess_exec=_start_helper, subprocess=asyncio.subprocess
+        )
     importlib.import_module("server.serve.front.front_main")._import_http_service()
     children.subprocess = SimpleNamespace(Popen=_popen)  # type: ignore[assignment, attr-defined]
 
