@@ -1,14 +1,20 @@
 """--load-format dummy: a service with random weights, from a folder with config.json and a tokenizer only."""
 
+import contextlib
+import io
 import json
 import shutil
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
 from transformers import DeepseekV3Config
 
 from server.options.reading import options_from_keywords
+from server.serve.preflight import random_weights
 from server.serve.preflight.checkpoint import with_checkpoint
 from server.serve.preflight.checks import check_files
 from server.serve.preflight.equal import file_digests
@@ -50,6 +56,21 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """List the tensors in this process, which has imported torch and transformers: a child of its own would take six seconds of
+    a processor. The services of the first test have real children."""
+
+    def run(command: list[str], **_: Any) -> SimpleNamespace:
+        written = io.StringIO()
+        with contextlib.redirect_stdout(written):
+            random_weights.main(*command[-2:])
+        return SimpleNamespace(stdout=written.getvalue())
+
+    names = {"run": run, "SubprocessError": subprocess.SubprocessError}
+    monkeypatch.setattr(random_weights, "subprocess", SimpleNamespace(**names))
+
+
 def test_two_starts_answer_alike_without_weight_files(tmp_path: Path) -> None:
     trained = write_tiny_model(tmp_path / "trained")
     model, answers = without_weights(shutil.copytree(trained, tmp_path / "tiny")), []
@@ -73,6 +94,7 @@ def test_two_starts_answer_alike_without_weight_files(tmp_path: Path) -> None:
     assert answers[0] == answers[1] and len(answers[0][1]) == 12
 
 
+@pytest.mark.usefixtures("here")
 def test_the_tensors_are_those_that_ranks_draw_in_the_published_type(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "tiny")
     stored = sum(tensor.numel() for tensor in load_file(model / "model.safetensors").values())
@@ -86,6 +108,7 @@ def test_the_tensors_are_those_that_ranks_draw_in_the_published_type(tmp_path: P
     assert rank_bytes(made, 1) == 2 * stored
 
 
+@pytest.mark.usefixtures("here")
 def test_drafts_and_quantised_weights_are_counted(tmp_path: Path) -> None:
     model = write_tokenizer(tmp_path / "tiny")
     DeepseekV3Config(num_nextn_predict_layers=1, **TINY_DEEPSEEK).save_pretrained(model)
@@ -102,6 +125,7 @@ def test_drafts_and_quantised_weights_are_counted(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.usefixtures("here")
 def test_drafts_need_layers_in_the_configuration(tmp_path: Path) -> None:
     model = without_weights(write_tiny_model(tmp_path / "tiny"))
     with pytest.raises(
@@ -110,6 +134,7 @@ def test_drafts_need_layers_in_the_configuration(tmp_path: Path) -> None:
         with_checkpoint(options_from_keywords(str(model), {"load_format": "dummy", **DRAFTS}, {}))
 
 
+@pytest.mark.usefixtures("here")
 def test_formats_that_are_not_drawn_are_refused(tmp_path: Path) -> None:
     model = without_weights(write_tiny_model(tmp_path / "tiny"))
     config = json.loads((model / "config.json").read_text())
