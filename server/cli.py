@@ -6,6 +6,7 @@ are not commands (`_PROGRAMS`, `claim`, `launcher`), are internal and hidden fro
 """
 
 import argparse
+import functools
 import os
 import re
 import sys
@@ -161,8 +162,8 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     Raises:
         OptionsError: A command or flag is unknown. The message begins with the command.
     """
-    parser, parsers = _build_parsers()
     name = next(iter(words), "-")
+    parser, parsers = _build_parsers(name if name in _COMMANDS else None)
     if not name.startswith("-") and name not in _COMMANDS:
         raise OptionsError(
             f"wideep: {name!r} is not a command{nearest(name, _SHOWN)}; the commands are {', '.join(_SHOWN)}"
@@ -180,13 +181,20 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands."""
-    return _build_parsers()[0]
+def build_parser(only: str | None = None) -> argparse.ArgumentParser:
+    """Return the parser of all commands, with the flags of one or of all. Later calls return the same one."""
+    return _build_parsers(only)[0]
 
 
-def _build_parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
-    """Return the parser of all commands, and the parsers of the single commands by name."""
+@functools.cache
+def _build_parsers(
+    only: str | None,
+) -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """Return the parser of all commands, and the parsers of the single commands by name.
+
+    Args:
+        only: The command that has flags, since those of a service take 20 ms; None: all have them.
+    """
     parser = _Parser(
         prog="wideep",
         usage="wideep [-h] [--version] COMMAND ...",
@@ -208,7 +216,8 @@ def _build_parsers() -> tuple[argparse.ArgumentParser, Mapping[str, argparse.Arg
             add_help=not command.has_own_help,
         )
         own.set_defaults(run=command.run)
-        command.add_flags(own)
+        if only in (None, command.name):
+            command.add_flags(own)
     return parser, parsers.choices
 
 
