@@ -19,8 +19,8 @@ from tests.support.models.families import write_checkpoint
 from tests.support.ranks import RankPool
 
 PROMPTS = {"a": range(3, 14), "b": range(40, 53)}
-TOKENS = 12
-NUM_REPLAYED = 7
+TOKENS = 8
+NUM_REPLAYED = 5
 
 
 class Found(NamedTuple):

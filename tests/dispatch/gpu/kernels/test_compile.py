@@ -161,7 +161,17 @@ KERNELS = {
 KERNELS = {name: kernel._replace(aligned=True) for name, kernel in KERNELS.items()}  # as launched
 
 
-@pytest.mark.parametrize("name", KERNELS)
+# Variants of kernels that another name stands for, too.
+VARIANTS = {
+    "send_fp8_rounded", "send_fp16", "send_bf16_labelled", "send_fp8_labelled", "wait_without_clock", "order_labelled",
+    "order_most_at_once", "order_slots", "deliver_labelled", "deliver_fp8_labelled", "deliver_blocks_ue8m0", "sum_and_shared",
+    "sum_fp16", "sum_pairs_and_shared", "sum_pairs_with_short_weights",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in VARIANTS else []) for name in KERNELS]
+)
 def test_kernels_stay_within_their_budget(name: str, tmp_path: Path) -> None:
     check_budget(KERNELS[name], tmp_path)
 

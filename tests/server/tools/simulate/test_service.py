@@ -88,7 +88,7 @@ def _growing() -> list[TracedRequest]:
     return [TracedRequest(0.01 * number, 30, 200 + number, ()) for number in range(20)]
 
 
-@pytest.mark.crossed("changes", every=2)
+@pytest.mark.crossed("changes", every=3)
 @pytest.mark.parametrize(
     ("router", "changes"),
     [
