@@ -58,8 +58,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """List the tensors in this process, which has imported torch and transformers: a child of its own would take six seconds of
-    a processor. The services of the first test have real children."""
+    """List the tensors in this process, which has imported torch and transformers. A child needs six seconds for these imports.
+    The services of the first test have real children."""
 
     def run(command: list[str], **_: Any) -> SimpleNamespace:
         written = io.StringIO()

@@ -317,7 +317,7 @@ def check_on_sm_90(name: str, folder: Path) -> None:
         assert own_bytes * PIPELINED[name] <= SHARED_LIMITS[90] + 1024, f"{own_bytes} bytes of shared memory"
 
 
-# Kernels that another case has, too.
+# Another launch of the same kernel is compiled by `make test`.
 AGAIN = {"decode_fp8", "prefill_int8", "mamba2_nemotron"}
 
 

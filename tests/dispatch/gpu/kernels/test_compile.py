@@ -161,7 +161,7 @@ KERNELS = {
 KERNELS = {name: kernel._replace(aligned=True) for name, kernel in KERNELS.items()}  # as launched
 
 
-# Variants of kernels that another name stands for, too.
+# Another launch of the same kernel is compiled by `make test`.
 VARIANTS = {
     "send_fp8_rounded", "send_fp16", "send_bf16_labelled", "send_fp8_labelled", "wait_without_clock", "order_labelled",
     "order_most_at_once", "order_slots", "deliver_labelled", "deliver_fp8_labelled", "deliver_blocks_ue8m0", "sum_and_shared",
@@ -220,6 +220,7 @@ def test_flags_are_released_and_acquired_for_the_whole_system() -> None:
     assert "ld.volatile.global" in wait, "the host's word must be read from memory each time"
 
 
+@pytest.mark.crossed("name", every=2)
 @pytest.mark.parametrize(
     ("name", "functions"),
     [

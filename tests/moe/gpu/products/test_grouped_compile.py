@@ -185,6 +185,7 @@ def test_decoding_takes_few_instructions_and_reads_16_bytes_at_a_time() -> None:
     assert "cvt.rn.bf16x2" not in ptx.partition("wgmma.fence")[0]
 
 
+@pytest.mark.crossed("name", every=3)
 @pytest.mark.parametrize("name", ["gpt_oss_up", "nvfp4_up", "int4_up"])
 def test_no_tile_of_4_bits_waits_for_a_load_or_a_product(name: str) -> None:
     """Copies fetch rows, codes and scales. The product reads the copied rows, and ends during the next tile."""
