@@ -268,7 +268,7 @@ class TierTables:
         most_s, sequence.num_awaited_tokens = MOST_AWAIT_S if sequence.num_awaited_tokens else MOST_JOIN_S, 0
         load.until_s = min(load.until_s, now_s + most_s)
         self._loads[load] = self._loads[load]._replace(
-            sequence=sequence, num_admissions=sequence.num_admissions, until_s=load.until_s
+            sequence=sequence, num_admissions=sequence.num_admissions, until_s=now_s + MOST_LOAD_S
         )
         sequence.is_loading = True
         return True

@@ -292,6 +292,21 @@ def test_an_expected_request_that_comes_early_waits_for_its_blocks_a_bounded_tim
     assert second.pool.num_free == second.pool.num_blocks
 
 
+def test_an_expected_request_that_comes_during_a_slow_load_waits_as_for_any_load() -> None:
+    first = rank_of_host()
+    request = ask("r", prompt_of(33), max_tokens=5)
+    begun = replace(request, replayed_ids=(begin(first, request).token_ids[0],))
+    second = rank_of_host(other=first)
+    second.tiers.chance = 0.0
+    expect(second, begun)
+    second.scheduler.add(begun)
+    for now_s in (0.0, 2 * MOST_JOIN_S, 2 * MOST_AWAIT_S):
+        assert not second.plan(now_s=now_s).items
+    assert second.tiers.num_loads == 1, "it joins the load that has begun"
+    second.tiers.chance = 1.0
+    assert [(item.start, item.num_tokens) for item in second.plan(now_s=2 * MOST_AWAIT_S).items] == [(32, 2)]
+
+
 @pytest.mark.parametrize("end", ["comes", "stays", "is overdue"])
 def test_a_rank_announces_the_last_tokens_of_a_begun_request_that_another_rank_releases(end: str) -> None:
     first = rank_of_host()
