@@ -52,16 +52,6 @@ while ! wait; do :; done
 """
 
 
-# A torchrun that prints its words. That of node 0 listens where the others look for it.
-FAKE_TORCHRUN = f"""\
-#!{sys.executable}
-import signal, socket, sys
-print("torchrun", *sys.argv[1:], flush=True)
-listeners = [] if "--join" in sys.argv else [socket.create_server(("{HEAD}", 29400))]
-signal.pause()
-"""
-
-
 class Machines:
     """Nodes that run recipes. Each has a namespace, a host name, a home, and a PATH with the programs of an image."""
 
@@ -80,16 +70,15 @@ class Machines:
         }
         (directory / "bin").mkdir()
         for name, lines in programs.items():
-            self.write_program(name, f"#!/bin/sh\n{lines}\n")
-        self.write_program("srun", SRUN)
+            self._write_program(name, f"#!/bin/sh\n{lines}\n")
+        self._write_program("srun", SRUN)
         for at, namespace in enumerate(namespaces):
             (directory / f"home{at}").mkdir()
             set_link(namespace, "down")
             set_link(namespace, "name", "eth0")  # as in containers
             subprocess.run(["ip", "-n", namespace, "link", "set", "eth0", "up"], check=True, timeout=10)
 
-    def write_program(self, name: str, text: str) -> None:
-        """Put a program first in PATH."""
+    def _write_program(self, name: str, text: str) -> None:
         path = self.directory / "bin" / name
         path.write_text(text)
         path.chmod(0o755)
@@ -274,25 +263,18 @@ def roles(machines: Machines) -> dict[str, str]:
     return {each["name"]: each["role"] for each in json.loads(answer)["pools"]} if answer else {}
 
 
-@pytest.mark.parametrize("is_slurm", [False, True], ids=["compose", "slurm"])
-def test_roles_of_other_recipes_begin_and_join_pools(is_slurm: bool, machines: Machines) -> None:
-    """Their torchruns get the words of those of Kubernetes, with which the test below serves."""
-    machines.write_program("torchrun", FAKE_TORCHRUN)
-    if is_slurm:
-        commands = [[*job(machines, ROLES="prefill decode"), *SMALL_TIER.split()]]
-    else:
-        commands = [machines.command(at, node) for at, node in enumerate(by_compose_with_pools(machines))]
+def check_pools_of_two_nodes(machines: Machines, service: RealService) -> None:
+    """Wait for the pools of a node for prompts and of one for answers, and end them."""
+    wait_until(lambda: members(machines.namespaces[0], URL) == [0, 1], service.output, within_s=START_S)
+    assert roles(machines) == {"prefill-0": "prefill", "decode-1": "decode"}
+    assert len(set(machines.answers())) == 1
+    stop(service)
+
+
+def test_nodes_of_compose_with_roles_serve_with_a_pool_on_each_node(machines: Machines) -> None:
+    commands = [machines.command(at, node) for at, node in enumerate(by_compose_with_pools(machines))]
     with machines.run(commands) as service:
-
-        def started() -> list[str]:
-            return [line for line in service.output().splitlines() if line.startswith("torchrun ")]
-
-        wait_until(lambda: len(started()) == 2, service.output, within_s=SAID_S)
-        first, second = sorted(started(), key=lambda line: "--join" in line)
-        assert all(SMALL_TIER in line for line in (first, second))
-        assert first.endswith("--pool prefill-0 --role prefill")
-        assert second.endswith(f"--pool decode-1 --role decode --join {HEAD}:29400")
-        stop(service)
+        check_pools_of_two_nodes(machines, service)
 
 
 @pytest.mark.parametrize("namespaces", [3], indirect=True)
@@ -353,10 +335,17 @@ def test_the_head_names_those_who_are_here_while_others_are_missing(machines: Ma
         stop(service)
 
 
-def test_the_chosen_interface_reaches_all_nodes(machines: Machines) -> None:
-    """test_nodes starts nodes with a wrong one, and tests/server/machine/test_interfaces.py has one that does not exist."""
-    for node in by_compose(machines, IFNAME="eth7"):
-        assert node.environment["GLOO_SOCKET_IFNAME"] == "eth7"
+def test_a_wrong_interface_is_named_and_ends_the_start_of_all_nodes(machines: Machines) -> None:
+    """test_nodes has one on one node."""
+    commands = [machines.command(at, node) for at, node in enumerate(by_compose(machines, IFNAME="eth7"))]
+    with contextlib.ExitStack() as running:
+        services = [
+            running.enter_context(machines.run([command], f"node{at}")) for at, command in enumerate(commands)
+        ]
+        for service in services:
+            assert service.processes[0].wait(START_S) != 0
+            assert "GLOO_SOCKET_IFNAME is 'eth7', but there is no such interface" in service.output()
+            stop(service)
 
 
 def test_a_job_of_slurm_serves_on_its_nodes_and_a_second_job_brings_a_lost_one_back(
@@ -376,6 +365,11 @@ def test_a_job_of_slurm_serves_on_its_nodes_and_a_second_job_brings_a_lost_one_b
             assert machines.answers() == expected
             stop(joined)
         stop(service)
+
+
+def test_a_job_of_slurm_with_roles_serves_with_a_pool_on_each_node(machines: Machines) -> None:
+    with machines.run([[*job(machines, ROLES="prefill decode"), *SMALL_TIER.split()]]) as service:
+        check_pools_of_two_nodes(machines, service)
 
 
 def _processes_on(machines: Machines, at: int, service: RealService) -> list[int]:
