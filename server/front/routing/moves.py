@@ -60,7 +60,7 @@ class Moves:
         self._looked_s = -math.inf  # time of the last search
         # Returns whether the other fronts, if there are any, give a draining rank no requests any more.
         self.all_follow: Callable[[], bool] = lambda: True
-        # Called with a request that its rank is to release, and the rank that has reserved a place for it.
+        # Called with a request that its rank will release, and the rank that has reserved a place for it.
         self.on_leaving: Callable[[str, int], None] = lambda _request_id, _target: None
 
     def num_open(self, rank: int) -> int:
@@ -81,8 +81,9 @@ class Moves:
             (MoveCause.MEMORY, router.plan_relief(self._prompt_of)),
         ):
             for request_id, rank in moves.items():
-                self._ranks.post(rank, Withdraw(request_id, even_if_begun=cause is not MoveCause.QUEUE))
-                if (target := router.target_of(request_id)) is not None:
+                leaves_surely = cause is not MoveCause.QUEUE
+                self._ranks.post(rank, Withdraw(request_id, even_if_begun=leaves_surely))
+                if leaves_surely and (target := router.target_of(request_id)) is not None:
                     self.on_leaving(request_id, target)
         self._note_drained()
 

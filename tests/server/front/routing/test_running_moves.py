@@ -258,6 +258,17 @@ async def test_the_next_rank_expects_what_a_draining_rank_releases_until_it_come
 
 
 @in_loop
+async def test_no_rank_expects_a_request_that_its_present_one_may_keep() -> None:
+    desk, _, home = open_begun("a")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(desk.router, "plan_moves", lambda _prompt_of: {"a": home})
+        patch.setattr(desk.router, "target_of", lambda _request_id: 1 - home)
+        desk.moves.look(is_urgent=True)
+    [withdrawal] = desk.ranks.withdrawals
+    assert not withdrawal.even_if_begun and not desk.ranks.expected
+
+
+@in_loop
 async def test_a_rank_of_another_host_does_not_expect_what_a_draining_rank_releases() -> None:
     desk, _, home = open_begun("a")
     desk.router.note_size(1 - home, seats=SEATS, block_tokens=BLOCK_TOKENS, host="other")
