@@ -21,7 +21,8 @@ class NextStep(NamedTuple):
     """The expected content of the step after the batches planned so far."""
 
     num_decodes: int  # most decode tokens, drafts included
-    has_prefill: bool  # a prompt continues, a waiting one finds a seat and blocks, or a request that moved here loads its prefix
+    # A prompt continues, a waiting one finds a seat and blocks, or a request that moves here comes soon or loads its prefix.
+    has_prefill: bool
     num_prefill: int  # tokens of such prompts, cached ones included; at most a step's capacity
 
 
@@ -285,9 +286,8 @@ class StepPlans:
         resuming = self._roster.resuming if len(running) < self._limits.max_num_seqs else []
         num_prefill = min(most, num_prefill + sum(map(self._tables.num_after_load, resuming)))
         num_decodes = sum(map(_num_rows, running)) + sum(self._draft_limits(running))
-        return NextStep(
-            min(num_decodes, self._most_rows), begins or is_mid_prompt or bool(resuming), num_prefill
-        )
+        has_prefill = begins or is_mid_prompt or bool(resuming)
+        return NextStep(min(num_decodes, self._most_rows), has_prefill, num_prefill)
 
     @property
     def _head_begins(self) -> bool:

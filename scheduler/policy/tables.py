@@ -63,10 +63,8 @@ class BlockTables:
 
     def num_after_load(self, sequence: Sequence) -> int:
         """Return how many tokens a loading sequence has to run when its whole prefix is loaded."""
-        return (
-            sequence.num_prefillable
-            - _num_shareable(sequence) // self._pool.block_tokens * self._pool.block_tokens
-        )
+        size = self._pool.block_tokens
+        return sequence.num_prefillable - _num_shareable(sequence) // size * size
 
     def begin_fetch(self, sequence: Sequence, now_s: float) -> None:
         """Begin to fetch a new sequence's prefix from the node that its request names."""

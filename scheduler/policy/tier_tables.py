@@ -15,8 +15,8 @@ The fetched blocks are in host memory when the request is looked up.
 If another rank hands a request over, its last blocks may still be on their way to the tiers. The request waits for them before it
 is looked up, at most `MOST_AWAIT_S`. On another node, the server of that node waits for them.
 
-A rank that expects a request loads its blocks while the other rank computes them, so that only those of the last chunk are left
-when it arrives. It takes blocks for this only while it has twice as many free, and gives them back if the request does not come.
+A rank that expects a request loads its blocks while the other rank computes them or releases it, so that few are left when it
+arrives. It takes blocks for this only while it has twice as many free, and gives them back if the request does not come.
 """
 
 from collections import Counter
@@ -30,7 +30,7 @@ from scheduler.policy.sequence import Sequence, SequenceStatus
 
 MOST_LOAD_S = 3.0  # also of a fetch
 MOST_AWAIT_S = 0.5
-MOST_JOIN_S = 0.02  # if the other rank saves nothing more: what is missing was left out
+MOST_JOIN_S = 0.02  # for blocks of a rank that saves nothing more: those that are missing were left out
 MOST_EXPECT_S = 60.0  # for a prompt on another rank
 _NOW_S = 1e-9  # a time that is over: a load that waited until then waits no more
 SHARE_OF_SAVES = 4  # saves hold at most a fourth of the blocks, or of the slots
@@ -265,7 +265,8 @@ class TierTables:
         load = self._expected.pop(sequence.request.request_id, None)
         if load is None or load not in self._loads:
             return False
-        most_s, sequence.num_awaited_tokens = MOST_AWAIT_S if sequence.num_awaited_tokens else MOST_JOIN_S, 0
+        most_s = MOST_AWAIT_S if sequence.num_awaited_tokens else MOST_JOIN_S
+        sequence.num_awaited_tokens = 0  # it does not wait for them twice
         load.until_s = min(load.until_s, now_s + most_s)
         self._loads[load] = self._loads[load]._replace(
             sequence=sequence, num_admissions=sequence.num_admissions, until_s=now_s + MOST_LOAD_S

@@ -1,8 +1,8 @@
 """The way of a choice to a rank: its rank, the place of its adapter, the node that has its prefix, and the rank that comes next.
 
 A choice is submitted with its delivered tokens, so a rank that continues it generates the same rest of the answer. If its rank
-will hand it over or release it, the next rank expects it and loads its blocks meanwhile. The module keeps no choices: those without a rank
-are the caller's.
+will hand it over or release it, the next rank expects it and loads its blocks meanwhile. The module keeps no choices: those
+without a rank are the caller's.
 """
 
 from dataclasses import replace

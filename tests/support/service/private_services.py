@@ -1,4 +1,4 @@
-"""Private services of `LLM` whose processes share their imports."""
+"""Private services of `LLM`, with processes that share their imports."""
 
 from server.clients.private_service import PrivateService
 from tests.support.service.forked import WIDEEP, importing_once
