@@ -16,16 +16,16 @@ import pytest
 from server.clients.private_service import PrivateService, ServiceEndedError
 from server.options.reading import options_from_keywords
 from tests.support.models.fake_checkpoint import write_checkpoint
+from tests.support.service.forked import FAKE_SERVICE, ROOT, Kind, importing_once
 from tests.support.service.service_processes import TIME_OUT_S, has_ended, wait_until
 
-FAKE_SERVICE = Path(__file__).parents[2] / "support" / "service" / "fake_service.py"
 ALL = {"worker-0", "worker-1", "engine-0", "engine-1", "front-0"}
 SCRIPT = f"""
 import sys, threading
-sys.path.insert(0, {str(FAKE_SERVICE.parents[3])!r})
+sys.path.insert(0, {str(ROOT)!r})
 from server.options.reading import options_from_keywords
 from server.clients.private_service import PrivateService
-service = PrivateService(options_from_keywords(sys.argv[1], {{}}), command=[sys.executable, {str(FAKE_SERVICE)!r}, "serve"])
+service = PrivateService(options_from_keywords(sys.argv[1], {{}}), command=sys.argv[2:])
 print(service.wait_ready().url, flush=True)
 threading.Event().wait()
 """
@@ -44,11 +44,15 @@ def model(tmp_path: Path) -> Path:
     return write_checkpoint(tmp_path / "tiny")
 
 
+def fake_serve() -> tuple[str, ...]:
+    """Return the command of a service of fakes, up to its model. Its processes share their imports."""
+    return (*importing_once(FAKE_SERVICE, Kind.FAKES), "serve")
+
+
 def start(model: Path | str, environment: dict[str, str], **options: object) -> PrivateService:
     """Start a service of fakes."""
-    command = [sys.executable, str(FAKE_SERVICE), "serve"]
     return PrivateService(
-        options_from_keywords(str(model), options), command=command, environment=environment
+        options_from_keywords(str(model), options), command=fake_serve(), environment=environment
     )
 
 
@@ -134,8 +138,9 @@ def test_nothing_is_left_when_the_script_is_killed(
     model: Path, environment: dict[str, str], tmp_path: Path
 ) -> None:
     script = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(model)], env=environment, stdout=subprocess.PIPE, text=True
-    )
+        [sys.executable, "-c", SCRIPT, str(model), *fake_serve()],
+        env=environment, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
     assert script.stdout is not None
     with script, script.stdout:
         assert script.stdout.readline().startswith("http://127.0.0.1:")

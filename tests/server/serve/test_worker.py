@@ -433,7 +433,7 @@ def test_the_worker_on_the_standbys_node_starts_a_front_that_stands_by(model: Pa
             "PET_RDZV_ENDPOINT": "127.0.0.1:1",
         }
         command = ["worker", str(model), f"--port={free_port()}", f"--standby=127.0.0.1:{port}"]
-        with Service(model.parent, command, environment) as service:
+        with Service(model.parent, command, environment, is_forked=False) as service:
             front, engine = service.facts("front-1"), service.facts("engine-1")
             assert "--stands-by" in front["argv"]
             assert "--ranks-host 127.0.0.1" in " ".join(front["argv"])

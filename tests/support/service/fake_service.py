@@ -1,6 +1,6 @@
 """Run the real serve or worker with fake engines and fronts: `fake_service.py serve|worker MODEL FLAGS...`.
 
-FAKE_LAUNCHER=1 omits torch's store.
+FAKE_LAUNCHER=1 omits torch's store. `forked` runs it in a process that has imported this module.
 
 A worker writes its pid to $FAKE_DIRECTORY/worker-RANK.json, like the fake children.
 """

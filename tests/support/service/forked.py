@@ -4,10 +4,12 @@ One such process per kind forks all commands of a test process. An order has the
 namespaces, with the descriptors of its output and of a socket for its pid and exit status. If the test process ends, so do its
 commands.
 
-Private services of scripts are `importing_once` instead: `serve` imports once, and forks its children.
+Private services of scripts are `importing_once` instead: `serve` imports once, and forks its children. Services of fake processes
+(`fake_service.py`) are forked in the same two ways, without torch.
 
 A forked `serve` or torchrun forks its children too. Its fronts find torch imported, which real ones hide; a front of `FrontProcess`
-comes from a process without torch. All other commands start a new interpreter: those of docs, and benchmarks without `forked_services`.
+comes from a process without torch, and so do fakes. All other commands start a new interpreter: those of docs, and benchmarks without
+`forked_services`.
 """
 
 import asyncio
@@ -17,6 +19,7 @@ import enum
 import fcntl
 import gc
 import importlib
+import io
 import json
 import os
 import random
@@ -29,7 +32,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Self
@@ -41,11 +44,12 @@ from server.serve import children
 ROOT = Path(__file__).resolve().parents[3]
 WIDEEP = (sys.executable, "-P", str(ROOT / "server" / "__main__.py"))
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+FAKE_SERVICE = (sys.executable, str(Path(__file__).with_name("fake_service.py")))
 FIRST_FD = 10  # number of the first descriptor that a forked command inherits
 _ORDER_BYTES = 2**17
 _ONCE = (
     "import sys; sys.path.insert(0, sys.argv.pop(1)); from tests.support.service import forked; "
-    "sys.exit(forked.run_once(sys.argv[1:]))"
+    "sys.exit(forked.run_once(sys.argv[1], sys.argv[2:]))"
 )
 # OpenMP reads its variables when torch is imported.
 _AS_ENGINE = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GRPC_VERBOSITY": "NONE"}
@@ -53,6 +57,11 @@ _AS_ENGINE = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GRPC_VERBOS
 # silences it.
 _SILENT = {"TORCH_CPP_LOG_LEVEL": "FATAL"}
 _FORKED_CHILDREN = ("launcher", "worker", "engine", "front")  # of a forked `serve` or torchrun
+# The programs of a fake service, and their modules.
+_FAKES = {
+    str(Path(__file__).with_name(f"{name}.py")): f"tests.support.service.{name}"
+    for name in ("fake_service", "fake_launcher", "fake_child")
+}
 _NEW_HOST_NAME, _NETWORK = 0x04000000, 0x40000000  # CLONE_NEWUTS, CLONE_NEWNET of linux/sched.h
 _MOUNTS, _SLAVE = 0x00020000, 0x84000  # CLONE_NEWNS of linux/sched.h; MS_REC | MS_SLAVE of linux/mount.h
 _PR_SET_MM, _PR_SET_MM_MAP = 35, 14  # linux/prctl.h
@@ -63,6 +72,7 @@ class Kind(enum.StrEnum):
 
     FRONT = "front"
     SERVICE = "service"
+    FAKES = "fakes"
 
 
 class Forked(children.AdoptedProcess):
@@ -79,19 +89,22 @@ class Forked(children.AdoptedProcess):
         environment: Mapping[str, str],
         network: str = "",
         host_name: str = "",
+        stdin_fd: int | None = None,
         kept_fds: Sequence[int] = (),
     ) -> None:
         """Start a command in a new session. It gets `kept_fds` as descriptors `FIRST_FD` and up.
 
         Args:
-            command: `WIDEEP` or `TORCHRUN` with its words.
+            command: `WIDEEP`, `TORCHRUN` or `FAKE_SERVICE` with its words.
+            stdin_fd: None: the input of this process.
             network: Name of the network namespace; empty: this process's.
             host_name: In a namespace for it alone; empty: this machine's.
         """
         self._answers, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        order = _Order(list(command), str(cwd), dict(environment), network, host_name)
+        order = _Order(list(command), str(cwd), dict(environment), network, host_name, stdin_fd is not None)
         with theirs:
-            fds = [theirs.fileno(), stdout_fd, stderr_fd, *kept_fds]
+            stdin = [] if stdin_fd is None else [stdin_fd]
+            fds = [theirs.fileno(), stdout_fd, stderr_fd, *stdin, *kept_fds]
             socket.send_fds(_orders(kind), [json.dumps(order).encode()], fds)
         super().__init__(int(self._answers.recv(64)))
 
@@ -123,12 +136,14 @@ def can_fork_services() -> bool:
     return _MemoryMap.of_this_process().apply()
 
 
-def importing_once(command: Sequence[str]) -> tuple[str, ...]:
-    """Return the start of a command that runs `WIDEEP` in its own process, and forks its children there.
+def importing_once(command: Sequence[str], kind: Kind = Kind.SERVICE) -> tuple[str, ...]:
+    """Return the start of a command that runs `WIDEEP` or `FAKE_SERVICE` in its own process, and forks its children there.
 
     If the kernel does not allow that, it is the command itself.
     """
-    return (sys.executable, "-P", "-c", _ONCE, str(ROOT), *command) if can_fork_services() else tuple(command)
+    if not can_fork_services():
+        return tuple(command)
+    return (sys.executable, "-P", "-c", _ONCE, str(ROOT), kind.value, *command)
 
 
 @cache
@@ -151,6 +166,7 @@ class _Order(NamedTuple):
     environment: dict[str, str]
     network: str
     host_name: str
+    has_stdin: bool
 
 
 def _serve(orders: socket.socket) -> tuple[_Order, list[int]] | None:
@@ -188,9 +204,12 @@ def _run(order: _Order, fds: list[int]) -> int:
     """Run a command in the process that was forked for it. Return its exit status."""
     os.setsid()
     high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in fds]
-    places = (1, 2, *range(FIRST_FD, FIRST_FD + len(fds) - 2))
+    standard = (1, 2, 0) if order.has_stdin else (1, 2)
+    places = (*standard, *range(FIRST_FD, FIRST_FD + len(fds) - len(standard)))
     for fd, place in zip(high, places, strict=True):
         os.dup2(fd, place)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=sys.stdout.isatty())  # as in a new interpreter
     os.chdir(order.cwd)
     if order.network:
         enter_network(order.network)
@@ -220,7 +239,7 @@ def _call_libc(function: str, *arguments: int) -> None:
 
 
 def _become(command: Sequence[str], environment: Mapping[str, str], kept_fds: Sequence[int]) -> int:
-    """Run `wideep` or torchrun in this forked process. Return its exit status."""
+    """Run `wideep`, torchrun or a fake in this forked process. Return its exit status."""
     for fd in map(int, os.listdir("/proc/self/fd")):
         if fd > 2 and fd not in kept_fds:
             with contextlib.suppress(OSError):  # that of the list itself
@@ -234,8 +253,21 @@ def _become(command: Sequence[str], environment: Mapping[str, str], kept_fds: Se
         sys.argv = list(command[len(TORCHRUN) - 1 :])
         importlib.import_module(TORCHRUN[-1]).main()
         return 0
+    if _is_fake(command):
+        sys.argv = list(command[1:])
+        return int(importlib.import_module(_FAKES[command[1]]).main() or 0)
     sys.argv = list(command[len(WIDEEP) - 1 :])
     return wideep.main()
+
+
+def _is_fake(command: Sequence[str]) -> bool:
+    """Return whether a command runs one of the programs of a fake service."""
+    return command[1] in _FAKES
+
+
+def _is_of_service(command: Sequence[str]) -> bool:
+    """Return whether a command starts a process of a service."""
+    return tuple(command[: len(WIDEEP)]) == WIDEEP and command[len(WIDEEP)] in _FORKED_CHILDREN
 
 
 def _popen_of_torchrun(
@@ -270,9 +302,10 @@ def _popen(
     pass_fds: Sequence[int],
     process_group: int | None,
     preexec_fn: Callable[[], None],
+    is_forked: Callable[[Sequence[str]], bool] = _is_of_service,
 ) -> subprocess.Popen[bytes] | children.AdoptedProcess:
     """Fork a child of a service, instead of starting a new interpreter. It has the arguments of `start_child`."""
-    if tuple(command[: len(WIDEEP)]) != WIDEEP or command[len(WIDEEP)] not in _FORKED_CHILDREN:
+    if not is_forked(command):
         return subprocess.Popen(
             command, env=env, pass_fds=pass_fds, process_group=process_group, preexec_fn=preexec_fn
         )
@@ -404,6 +437,12 @@ def _show_as(words: Sequence[str], environment: Mapping[str, str]) -> None:
 
 def _import(kind: Kind) -> None:
     """Import what commands of a kind need."""
+    if kind == Kind.FAKES:
+        for module in _FAKES.values():
+            importlib.import_module(module)
+        # A real launcher starts a new interpreter: it imports torch in a thread, during which a fork may hang.
+        children.subprocess = SimpleNamespace(Popen=partial(_popen, is_forked=_is_fake))  # type: ignore[assignment, attr-defined]
+        return
     if kind == Kind.SERVICE:
         for name in ("serve", "launcher", "worker", "supervisor", "rank.engine"):
             importlib.import_module(f"server.serve.{name}")
@@ -421,11 +460,11 @@ def _import(kind: Kind) -> None:
     children.subprocess = SimpleNamespace(Popen=_popen)  # type: ignore[assignment, attr-defined]
 
 
-def run_once(command: Sequence[str]) -> int:
-    """Import what a service needs, and run `WIDEEP` with its words in this process. Return the exit status."""
+def run_once(kind: str, command: Sequence[str]) -> int:
+    """Import what a kind of service needs, and run its command in this process. Return the exit status."""
     environment = dict(os.environ)
     os.environ.update({**_AS_ENGINE, **_SILENT})
-    _import(Kind.SERVICE)
+    _import(Kind(kind))
     gc.freeze()
     return _become(command, environment, ())
 

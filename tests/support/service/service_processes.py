@@ -6,13 +6,13 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-_SERVICE = Path(__file__).with_name("fake_service.py")
+from tests.support.service.forked import FAKE_SERVICE, Forked, Kind, can_fork_services
+
 HEARS_CTRL_C = (
     "env",
     "--default-signal=INT",
@@ -23,17 +23,38 @@ TIME_OUT_S = 120.0  # a loaded machine of two cores; a working service never tak
 class Service:
     """A running `fake_service.py` and the files of its processes."""
 
-    def __init__(self, directory: Path, arguments: list[str], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        is_forked: bool = True,
+        terminal_fd: int | None = None,
+    ) -> None:
+        """Start the service.
+
+        Args:
+            is_forked: Fork it and its processes, if the kernel allows that. Otherwise, each starts a new interpreter, and this
+                process is the parent of the first.
+            terminal_fd: The terminal for its input and output. None: its output goes to a file.
+        """
         self.directory = directory
         self._output = (directory / "output.txt").open("w+")
         clean = {key: value for key, value in os.environ.items() if not key.startswith(("WIDEEP_", "FAKE_"))}
-        self.process = subprocess.Popen(
-            [sys.executable, str(_SERVICE), *arguments],
-            env={**clean, "FAKE_DIRECTORY": str(directory), "TMPDIR": str(directory), **environment},
-            stdout=self._output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        environment = {**clean, "FAKE_DIRECTORY": str(directory), "TMPDIR": str(directory), **environment}
+        command, output = [*FAKE_SERVICE, *arguments], terminal_fd or self._output.fileno()
+        self.process: Forked | subprocess.Popen[bytes]
+        if is_forked and can_fork_services():
+            self.process = Forked(
+                Kind.FAKES, command, environment=environment, cwd=Path.cwd(), stdin_fd=terminal_fd,
+                stdout_fd=output, stderr_fd=output,
+            )  # fmt: skip
+        else:
+            self.process = subprocess.Popen(
+                command, env=environment, stdin=terminal_fd, stdout=output, stderr=output,
+                start_new_session=True,
+            )  # fmt: skip
 
     def __enter__(self) -> Self:
         return self

@@ -8,8 +8,6 @@ import os
 import re
 import signal
 import struct
-import subprocess
-import sys
 import termios
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,11 +19,9 @@ from dispatch.ports import free_port
 from server.serve.rank.loading import LoadingFile, LoadingLines, LoadingScreen, loading_of
 from tests.support.clock import Clock
 from tests.support.models.fake_checkpoint import write_checkpoint
-from tests.support.service import service_processes
-from tests.support.service.service_processes import TIME_OUT_S, Service
+from tests.support.service.service_processes import Service, wait_until
 
 WIDTH, HEIGHT = 80, 24
-FAKE_SERVICE = Path(service_processes.__file__).with_name("fake_service.py")
 
 
 def shown(written: str) -> list[str]:
@@ -67,14 +63,9 @@ def terminal() -> Iterator[tuple[int, int]]:
 
 def run_on_terminal(directory: Path, arguments: list[str], stop_after: str = "", **environment: str) -> Ended:
     """Run a fake service on a terminal to its end. Send SIGINT once it has written `stop_after`."""
-    clean = {key: value for key, value in os.environ.items() if not key.startswith(("WIDEEP_", "FAKE_"))}
-    extra = {"FAKE_DIRECTORY": str(directory), "FAKE_LAUNCHER": "1", "TERM": "xterm", **environment}
+    environment = {"FAKE_LAUNCHER": "1", "TERM": "xterm", **environment}
     with terminal() as (ours, theirs):
         before = termios.tcgetattr(theirs)
-        process = subprocess.Popen(
-            [sys.executable, str(FAKE_SERVICE), "serve", *arguments], env={**clean, **extra},
-            stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
-        )  # fmt: skip
         written = b""
         os.set_blocking(ours, False)
         has_stopped = False
@@ -86,16 +77,13 @@ def run_on_terminal(directory: Path, arguments: list[str], stop_after: str = "",
                     written += os.read(ours, 65536)
             if stop_after and not has_stopped and stop_after.encode() in written:
                 has_stopped = True
-                process.send_signal(signal.SIGINT)
-            return process.poll() is not None
+                service.process.send_signal(signal.SIGINT)
+            return service.process.poll() is not None
 
-        try:
-            service_processes.wait_until(read, lambda: written.decode())
+        with Service(directory, ["serve", *arguments], environment, terminal_fd=theirs) as service:
+            wait_until(read, lambda: written.decode())
             read()
-            return Ended(process.returncode, written.decode(), termios.tcgetattr(theirs) == before)
-        finally:
-            process.kill()
-            process.wait(TIME_OUT_S)
+            return Ended(service.end()[0], written.decode(), termios.tcgetattr(theirs) == before)
 
 
 def test_a_terminal_gets_bars_with_bytes_and_seconds_left_and_a_summary_of_one_screen(tmp_path: Path) -> None:
