@@ -1,13 +1,14 @@
 """Ranks find the job's store when it has moved to another node."""
 
+import contextlib
 import json
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 
 import pytest
 import torch.distributed as dist
@@ -22,15 +23,12 @@ from server.serve.store.job_store import FRONT_KEY, JobStore, NodeFrontsError, N
 from server.serve.store.meeting import Endpoint
 from server.serve.store.moving_store import MovingStore, StoreAddress
 from server.serve.store.rendezvous import Place
+from tests.support.ranks import rank_context
 
 WAIT_S = 60.0
 KEY = b"k" * 32
 FRONT = {"http": "http://0.0.0.0:8000", "ranks_address": "10.0.0.1:5", "token": "secret"}
 BOUND = {"http": "http://0.0.0.0:8000", "ranks_address": "10.0.0.2:6", "token": "unused"}
-HOST = (
-    "import sys, torch.distributed as dist; store = dist.TCPStore('127.0.0.1', int(sys.argv[1]), is_master=True, \
-wait_for_workers=False); print(flush=True); sys.stdin.read()"
-)
 
 
 def hosted() -> tuple[TCPStore, Endpoint]:
@@ -39,15 +37,27 @@ def hosted() -> tuple[TCPStore, Endpoint]:
     return store, Endpoint("127.0.0.1", store.port)
 
 
+def host(port: int, test: Connection) -> None:
+    """Host a store until the test is over."""
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    test.send(store.port)
+    with contextlib.suppress(EOFError):
+        test.recv()
+
+
 @pytest.fixture
-def first() -> Iterator[tuple[Endpoint, "subprocess.Popen[str]"]]:
-    """Host a store in a process that may be killed."""
-    port = free_port()
-    command = [sys.executable, "-c", HOST, str(port)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stdout.readline()
+def first() -> Iterator[tuple[Endpoint, BaseProcess]]:
+    """Host a store in a process that may be killed. It is forked like ranks, which saves the import of torch."""
+    port, context = free_port(), rank_context()
+    ours, theirs = context.Pipe()
+    process = context.Process(target=host, args=(port, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    with ours:
+        assert ours.recv() == port
         yield Endpoint("127.0.0.1", port), process
         process.kill()
+        process.join()
 
 
 def place(endpoint: Endpoint, rank: int = 0) -> Place:
@@ -57,7 +67,7 @@ def place(endpoint: Endpoint, rank: int = 0) -> Place:
 
 
 def test_waiting_and_writing_ranks_meet_in_the_store_to_which_they_move(
-    first: tuple[Endpoint, "subprocess.Popen[str]"],
+    first: tuple[Endpoint, BaseProcess],
 ) -> None:
     endpoint, process = first
     second, there = hosted()
@@ -68,7 +78,7 @@ def test_waiting_and_writing_ranks_meet_in_the_store_to_which_they_move(
     with ThreadPoolExecutor(1) as threads:
         waits = threads.submit(stores[0].wait, ["bell"], timedelta(seconds=WAIT_S))
         process.kill()
-        process.wait()
+        process.join()
         address.move(there)
         stores[1].set("bell", "1")
         waits.result(WAIT_S)
@@ -78,14 +88,14 @@ def test_waiting_and_writing_ranks_meet_in_the_store_to_which_they_move(
     assert stores[0].add("n", 2) == 2 and stores[1].delete_key("n")
 
 
-def test_a_write_to_a_broken_connection_is_repeated(first: tuple[Endpoint, "subprocess.Popen[str]"]) -> None:
+def test_a_write_to_a_broken_connection_is_repeated(first: tuple[Endpoint, BaseProcess]) -> None:
     """TCPStore's own `set` raises nothing then, so the others would wait for the value."""
     endpoint, process = first
     address = StoreAddress(endpoint)
     store = MovingStore(address, recovery_s=WAIT_S)
     store.set("a", "1")
     process.kill()
-    process.wait()
+    process.join()
     second, there = hosted()
     timer = threading.Timer(0.3, address.move, [there])  # while the operation looks for a store
     timer.start()
@@ -95,13 +105,13 @@ def test_a_write_to_a_broken_connection_is_repeated(first: tuple[Endpoint, "subp
 
 
 def test_without_a_store_an_operation_fails_in_time(
-    first: tuple[Endpoint, "subprocess.Popen[str]"],
+    first: tuple[Endpoint, BaseProcess],
 ) -> None:
     endpoint, process = first
     store = MovingStore(StoreAddress(endpoint), recovery_s=0.2)
     store.set("a", "1")
     process.kill()
-    process.wait()
+    process.join()
     with pytest.raises(dist.DistNetworkError, match=f"no store answers at {endpoint}"):
         store.check(["a"])
 
@@ -201,7 +211,7 @@ def test_an_address_of_no_node_ends_the_start_with_a_message(monkeypatch: pytest
 
 @pytest.mark.slow
 def test_a_ring_in_a_lost_store_has_no_effect_and_one_in_the_next_store_wakes_a_rank(
-    first: tuple[Endpoint, "subprocess.Popen[str]"], monkeypatch: pytest.MonkeyPatch
+    first: tuple[Endpoint, BaseProcess], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job_store, "_RING_S", 0.2)
     endpoint, process = first
@@ -213,7 +223,7 @@ def test_a_ring_in_a_lost_store_has_no_effect_and_one_in_the_next_store_wakes_a_
     with ThreadPoolExecutor(1) as threads:
         waits = threads.submit(bell.wait, 2)
         process.kill()
-        process.wait()
+        process.join()
         bell.ring(2)
         assert not waits.done()
         jobs.move()
