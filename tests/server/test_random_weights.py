@@ -59,7 +59,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """List the tensors in this process, which has imported torch and transformers. A child needs six seconds for these imports.
-    The services of the first test have real children."""
+    The services of the slow test have real children."""
 
     def run(command: list[str], **_: Any) -> SimpleNamespace:
         written = io.StringIO()
@@ -71,6 +71,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(random_weights, "subprocess", SimpleNamespace(**names))
 
 
+@pytest.mark.slow
 def test_two_starts_answer_alike_without_weight_files(tmp_path: Path) -> None:
     trained = write_tiny_model(tmp_path / "trained")
     model, answers = without_weights(shutil.copytree(trained, tmp_path / "tiny")), []
