@@ -79,6 +79,8 @@ def test_it_is_ready_when_every_rank_is_and_checks_keys(model_dir: Path, fronts:
         with client_of(front, key) as client:
             assert client.models.list().data[0].id == "m"
     assert front.get("/metrics").status_code == 200, "it is open without a key"
+    maps = Path(f"/proc/{front.process.pid}/maps").read_text()
+    assert "tokenizers" in maps and "libtorch" not in maps, "a front reads its tokenizer without torch"
     assert front.close() == (0, "")
     assert all(rank.stopped.is_set() for rank in front.ranks), "ranks are stopped first"
 
@@ -185,17 +187,10 @@ def test_slow_readers_hold_nobody_up(model_dir: Path, fronts: list[FrontProcess]
 def test_a_port_in_use_is_one_error_that_names_it(model_dir: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        done = subprocess.run(
-            [*FRONT, str(model_dir), "--port", str(port), "--ranks", "1"],
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-        )
-    assert done.returncode == 1
-    assert (
-        without_times(done.stderr)
-        == f"wideep front: port {port} on 127.0.0.1 is in use; choose another with --port\n"
-    )
+        with pytest.raises(AssertionError) as caught:
+            FrontProcess(model_dir, f"--port={port}")
+    ended = (1, f"wideep front: port {port} on 127.0.0.1 is in use; choose another with --port\n")
+    assert str(caught.value).startswith(f"the front did not announce its address: {ended}")
 
 
 @pytest.mark.slow
