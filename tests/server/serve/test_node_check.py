@@ -1,9 +1,10 @@
 """At a start, the first engines of nodes compare facts and test connections over the job's store, in any order."""
 
 import concurrent.futures
+import functools
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,6 +21,14 @@ from tests.support.models.fake_checkpoint import write_checkpoint, write_safeten
 
 ON_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"}
 TIMEOUT_S = 60.0
+
+
+@pytest.fixture(autouse=True, scope="module")
+def digests() -> Iterator[None]:
+    """Compute each digest of our sources once: every check of a node reads hundreds of files three times."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(equal, "source_digest", functools.cache(equal.source_digest))
+        yield
 
 
 @pytest.fixture
