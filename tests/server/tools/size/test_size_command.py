@@ -1,7 +1,9 @@
 """`wideep size` from the command line: its output, and one-sentence errors for bad input."""
 
+import functools
 import json
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,19 @@ from server.serve.preflight.device import Gpu, GpuFacts
 from server.tools.gpu_rates import GpuRates
 from server.tools.size.costs import devices
 from server.tools.size.costs.device_table import DEVICES, sheet_of
+from server.tools.size.costs.read_model import read_model
 from server.tools.size.costs.roofline import RateShares
 from server.tools.size.published import MODELS
 
 _DENSE = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 128}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def reads_once() -> Iterator[None]:
+    """Read a model once for all commands that ask for it in the same way."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("server.tools.size.size.read_model", functools.cache(read_model))
+        yield
 
 
 @pytest.fixture(scope="module")

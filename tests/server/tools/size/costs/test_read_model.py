@@ -62,14 +62,23 @@ LISTS: dict[str, tuple[dict[str, Any] | None, dict[str, Any] | None]] = {
 }  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> ReadModel:
+    return _model(tmp_path_factory.mktemp("plain"), quantised=None, **_SMALL)
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory: pytest.TempPathFactory) -> ReadModel:
+    """The model with every product in NVFP4."""
+    return _model(tmp_path_factory.mktemp("all"), quantised=None, beside=NVFP4, **_SMALL)
+
+
 @pytest.mark.parametrize("how", LISTS)
-def test_attention_is_plain_wherever_its_list_is_and_however_it_names_it(how: str, tmp_path: Path) -> None:
+def test_attention_is_plain_wherever_its_list_is_and_however_it_names_it(
+    how: str, plain: ReadModel, everything: ReadModel, tmp_path: Path
+) -> None:
     quantised, beside = LISTS[how]
-    for name in ("plain", "all", "listed"):
-        (tmp_path / name).mkdir()
-    plain = _model(tmp_path / "plain", quantised=None, **_SMALL)
-    everything = _model(tmp_path / "all", quantised=None, beside=NVFP4, **_SMALL)
-    listed = _model(tmp_path / "listed", quantised=quantised, beside=beside, **_SMALL)
+    listed = _model(tmp_path, quantised=quantised, beside=beside, **_SMALL)
     assert listed.weights.experts == everything.weights.experts < plain.weights.experts
     assert everything.weights.shared < listed.weights.shared < plain.weights.shared
     # q_a, q_b, kv_a and o_proj in bfloat16 instead of half a byte plus a scale per 16. kv_b_proj is never kept quantised.
