@@ -7,7 +7,7 @@ import queue
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,9 +21,11 @@ from tests.support.requests.structures import VOCABULARY
 
 TIMEOUT_S = 90.0
 
+Work = Callable[[StructureChecks], Awaitable[None]]
+
 
 def with_checks(
-    work: Callable[[StructureChecks], Awaitable[None]],
+    work: Work,
     load: Callable[[], Vocabulary] = lambda: VOCABULARY,
     **how: object,
 ) -> None:
@@ -40,6 +42,22 @@ def with_checks(
         assert pid is None or not Path(f"/proc/{pid}").exists()
 
     asyncio.run(run())
+
+
+@pytest.fixture(scope="module")
+def with_shared_checks() -> Iterator[Callable[[Work], None]]:
+    """Run tests that do not end the checker with the same one, and check at the end that no process is left."""
+    with asyncio.Runner() as runner:
+        checks = StructureChecks(lambda: VOCABULARY)
+
+        async def in_time(work: Work) -> None:
+            async with asyncio.timeout(TIMEOUT_S):
+                await work(checks)
+
+        yield lambda work: runner.run(in_time(work))
+        pid = checks._process.pid if checks._process else None
+        runner.run(checks.close())
+    assert pid is None or not Path(f"/proc/{pid}").exists()
 
 
 def schema(content: object) -> Structure:
@@ -126,7 +144,9 @@ def test_forms_are_checked_and_remembered(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("required", [[], ["p0"]])
-def test_alternatives_that_begin_alike_are_refused_at_the_check(required: list[str]) -> None:
+def test_alternatives_that_begin_alike_are_refused_at_the_check(
+    required: list[str], with_shared_checks: Callable[[Work], None]
+) -> None:
     """200 objects of 20 properties compile, but each request with them would fail at its third token."""
     properties = {f"p{number}": {"type": "string"} for number in range(20)}
     each = {"type": "object", "properties": properties, "required": required}
@@ -137,7 +157,7 @@ def test_alternatives_that_begin_alike_are_refused_at_the_check(required: list[s
         assert why is not None and why.startswith("the structure is too large or too ambiguous"), why
         assert await checks.why_not(schema({"anyOf": alternatives[:5]})) is None
 
-    with_checks(work)
+    with_shared_checks(work)
 
 
 def test_a_checker_that_died_is_replaced() -> None:
@@ -203,13 +223,13 @@ def _waiting_for(
     return lambda _pid, given: waitpid(child, next(flags, given))
 
 
-def test_forms_asked_for_at_once_get_their_own_answers() -> None:
+def test_forms_asked_for_at_once_get_their_own_answers(with_shared_checks: Callable[[Work], None]) -> None:
     async def work(checks: StructureChecks) -> None:
         forms = [Structure("regex", "a" * n if n % 3 else "(" * n) for n in range(1, 20)]
         answers = await asyncio.gather(*map(checks.why_not, forms))
         assert [bool(answer) for answer in answers] == ["(" in form.text for form in forms]
 
-    with_checks(work)
+    with_shared_checks(work)
 
 
 def test_a_checker_that_does_not_start_is_a_503() -> None:
@@ -243,7 +263,9 @@ def test_what_overflows_the_checkers_stack_is_refused_and_what_it_takes_compiles
 @pytest.mark.parametrize(
     "names", [DEADLY, pytest.param(tuple(HOSTILE), marks=pytest.mark.slow)], ids=["few", "all"]
 )
-def test_hostile_forms_are_answered_in_bounded_time_and_the_next_is_served(names: tuple[str, ...]) -> None:
+def test_hostile_forms_are_answered_in_bounded_time_and_the_next_is_served(
+    names: tuple[str, ...], with_shared_checks: Callable[[Work], None]
+) -> None:
     async def work(checks: StructureChecks) -> None:
         assert await checks.why_not(Structure("regex", "before")) is None
         process = checks._process
@@ -253,18 +275,18 @@ def test_hostile_forms_are_answered_in_bounded_time_and_the_next_is_served(names
             assert await checks.why_not(Structure("regex", f"after {name}")) is None
         assert checks._process is process, "a failed structure does not end the process"
 
-    with_checks(work)
+    with_shared_checks(work)
 
 
 @pytest.mark.crossed("said", every=2)
 @pytest.mark.parametrize("said", ["abc", 5, ["abc"], False])
-def test_a_schema_s_options_are_an_object(said: object) -> None:
+def test_a_schema_s_options_are_an_object(said: object, with_shared_checks: Callable[[Work], None]) -> None:
     """A TypeError used to end the process, and the next structure waited for a new one."""
 
     async def work(checks: StructureChecks) -> None:
         assert await checks.why_not(schema({"x-guidance": said})) == "x-guidance must be an object"
 
-    with_checks(work)
+    with_shared_checks(work)
 
 
 # Answers at once if the time limit is small. Otherwise it answers only structures that are not "slow".
@@ -310,8 +332,8 @@ def test_a_checker_that_ends_answers_those_who_wait() -> None:
     with_checks(work, command=(sys.executable, "-c", SCRIPTED))
 
 
-def test_a_schema_that_nothing_satisfies_is_refused() -> None:
+def test_a_schema_that_nothing_satisfies_is_refused(with_shared_checks: Callable[[Work], None]) -> None:
     async def work(checks: StructureChecks) -> None:
         assert "no token" in str(await checks.why_not(HOSTILE["reference to itself"]))
 
-    with_checks(work)
+    with_shared_checks(work)
