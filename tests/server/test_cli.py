@@ -149,12 +149,12 @@ def test_a_flag_without_its_value_is_one_line_and_status_2(capsys: pytest.Captur
 
 
 def test_a_refusal_takes_less_than_a_second_and_what_changes_nothing_is_said_first() -> None:
-    seconds = []
-    for _ in range(3):  # The fastest run measures the program. The others measure the machine.
+    for _ in range(3):  # a slow run may measure the machine
         begun_s = time.monotonic()
         answer = run("serve", "m", "--tensor_parallel_size=1", "--enable-lora-bias")
-        seconds.append(time.monotonic() - begun_s)
-    assert min(seconds) < 1
+        if (seconds := time.monotonic() - begun_s) < 1:
+            break
+    assert seconds < 1
     assert answer.returncode == 2 and answer.stderr.startswith("wideep serve: --enable-lora-bias: adapters")
     answer = run("serve", "/no/such/model", "-tp", "1")
     first, second = answer.stderr.splitlines()
@@ -194,8 +194,10 @@ def test_a_url_is_a_word_or_a_flag(command: tuple[str, ...]) -> None:
     assert parser.parse_args([*command]).url == "http://127.0.0.1:8000"
 
 
-def test_version_is_shown() -> None:
-    assert run("--version").stdout.startswith("wideep ")
+def test_version_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0 and capsys.readouterr().out.startswith("wideep ")
 
 
 def test_a_folder_called_server_in_the_users_directory_is_not_run(tmp_path: Path) -> None:

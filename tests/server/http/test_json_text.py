@@ -112,7 +112,7 @@ def test_pieces_take_and_refuse_what_the_whole_does() -> None:
     draw = random.Random(1)
     base = rb'{"a": [1, {"bc": "d,]"}, [], {}], "e\\": [[2, 3], "\u20ac"], "a": null}'
     num_refused = 0
-    for _ in range(3000):
+    for _ in range(1000):
         body = bytearray(base)
         for _ in range(draw.randint(1, 3)):
             at = draw.randrange(len(body))
@@ -122,7 +122,7 @@ def test_pieces_take_and_refuse_what_the_whole_does() -> None:
         whole, pieces = parsed_whole(bytes(body)), parsed_in_pieces(bytes(body))
         assert pieces == whole, bytes(body)
         num_refused += whole is NOTHING
-    assert 500 < num_refused < 2990
+    assert 500 < num_refused < 990
 
 
 @pytest.mark.usefixtures("tiny_pieces")

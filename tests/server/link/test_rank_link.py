@@ -451,7 +451,7 @@ def test_a_front_that_closes_during_a_write_logs_no_error(
 
     for _ in range(8):
         asyncio.run(close_during_a_write())
-        gc.collect()  # reports unretrieved exceptions
+    gc.collect()  # reports unretrieved exceptions
     assert "never retrieved" not in caplog.text
 
 

@@ -124,8 +124,8 @@ def test_a_small_file_with_many_pixels_is_refused_before_they_are_decoded() -> N
 
 
 def test_a_chunk_that_expands_is_refused_or_ignored() -> None:
-    """A compressed text of 200 MB next to one pixel."""
-    text = b"zTXt" + b"Comment\0\0" + zlib.compress(bytes(200 << 20), 9)
+    """A compressed text of 20 MB next to one pixel."""
+    text = b"zTXt" + b"Comment\0\0" + zlib.compress(bytes(20 << 20), 9)
     chunk = struct.pack(">I", len(text) - 4) + text + struct.pack(">I", zlib.crc32(text))
     plain = png_of(1, 1, b"\0\xff\0\0")
     with pytest.raises(UnusableImageError, match="damaged"):

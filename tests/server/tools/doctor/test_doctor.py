@@ -1,7 +1,6 @@
 """`wideep doctor` on one node: its lines, its JSON, its exit status, and its refusals."""
 
 import json
-import os
 import subprocess
 from pathlib import Path
 
@@ -17,15 +16,9 @@ NAMES = [
 ]  # fmt: skip
 
 
-def doctor(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*WIDEEP_COMMAND, "doctor", "--port=0", *words],
-        capture_output=True, text=True, timeout=120, env={**os.environ, **environment},
-    )  # fmt: skip
-
-
 def test_one_node_is_a_line_per_check_and_a_count(tmp_path: Path) -> None:
-    answer = doctor(str(write_checkpoint(tmp_path)), "-dp", "2")
+    command = [*WIDEEP_COMMAND, "doctor", "--port=0", str(write_checkpoint(tmp_path)), "-dp", "2"]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=120)
     *lines, empty, count = answer.stdout.splitlines()
     assert (answer.returncode, answer.stderr, empty) == (0, "", "")
     assert [line[10:27].strip() for line in lines] == [*NAMES, "memory"]
@@ -43,10 +36,14 @@ def test_ranks_of_all_pools_are_checked(tmp_path: Path, capsys: pytest.CaptureFi
     assert "--pools both:2,both:1 has 3 ranks, but the service has 2" in failed
 
 
-def test_one_node_as_json_is_one_object_and_nothing_else() -> None:
-    answer = doctor("--json", GLOO_SOCKET_IFNAME="no-such-interface")
-    said = json.loads(answer.stdout)
-    assert (answer.returncode, answer.stderr) == (1, "")
+def test_one_node_as_json_is_one_object_and_nothing_else(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
+    status = main(["doctor", "--port=0", "--json"])
+    written, complaint = capsys.readouterr()
+    said = json.loads(written)
+    assert (status, complaint) == (1, "")
     assert said["status"] == "failure" and said["seconds"] > 0
     assert [check["check"] for check in said["checks"]] == NAMES
     (failure,) = [check for check in said["checks"] if check["status"] == "failure"]
