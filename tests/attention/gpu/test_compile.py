@@ -318,7 +318,7 @@ def check_on_sm_90(name: str, folder: Path) -> None:
 
 
 # Another launch of the same kernel is compiled by `make test`.
-AGAIN = {"decode_fp8", "prefill_int8", "mamba2_nemotron"}
+AGAIN = {"decode_in_runs", "decode_fp8", "prefill_int8", "mamba2_nemotron"}
 
 
 @pytest.mark.parametrize(

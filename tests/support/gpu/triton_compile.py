@@ -5,6 +5,7 @@ Import it only in processes where triton compiles, not in one that interprets.
 
 import re
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,6 +61,16 @@ def _is_aligned(kernel: Kernel, name: str) -> bool:
 
 def compile_kernel(kernel: Kernel, arch: int = 90) -> Compiled:
     """Compile a kernel to PTX without a GPU."""
+    return Compiled(*_compile(kernel, arch, ("ttir", "ttgir", "llir", "ptx")))
+
+
+def compile_loops(kernel: Kernel, arch: int = 90) -> str:
+    """Compile a kernel to Triton's own GPU code, which has its loops and copies. This takes half as long as PTX."""
+    return _compile(kernel, arch, ("ttir", "ttgir"))[2]
+
+
+def _compile(kernel: Kernel, arch: int, names_of_stages: Sequence[str]) -> tuple[str, int, str]:
+    """Return the code of the last stage, the bytes of shared memory, and Triton's own GPU code."""
     names = [parameter.name for parameter in kernel.function.params]
     signature = {name: kernel.types.get(name, "constexpr") for name in names}
     constants = {name: value for name, value in kernel.sizes.items() if name in names}
@@ -86,10 +97,10 @@ def compile_kernel(kernel: Kernel, arch: int = 90) -> Compiled:
     )
     metadata = {"target": target, **options.__dict__}
     ttgir = ""
-    for stage in ("ttir", "ttgir", "llir", "ptx"):
+    for stage in names_of_stages:
         module = stages[stage](module, metadata)
         ttgir = str(module) if stage == "ttgir" else ttgir
-    return Compiled(module, metadata["shared"], ttgir)
+    return module, metadata.get("shared", 0), ttgir
 
 
 def waits_in_loops(ttgir: str) -> list[int]:
@@ -120,8 +131,13 @@ def assemble(ptx: str, folder: Path, *flags: str, arch: int = 90) -> tuple[int, 
 def check_budget(kernel: Kernel, folder: Path, arch: int = 90) -> Compiled:
     """Compile and assemble a kernel. Check spills, registers and shared memory against their limits. Return its code."""
     compiled = compile_kernel(kernel, arch)
+    check_compiled(compiled, kernel.max_registers, folder, arch)
+    return compiled
+
+
+def check_compiled(compiled: Compiled, max_registers: int, folder: Path, arch: int = 90) -> None:
+    """Assemble a kernel's code, and check it as `check_budget` does."""
     registers, spilled = assemble(compiled.ptx, folder, arch=arch)
     assert spilled == 0, f"{spilled} bytes spilled with {registers} registers"
-    assert registers <= kernel.max_registers, f"{registers} registers"
+    assert registers <= max_registers, f"{registers} registers"
     assert compiled.shared_bytes <= SHARED_LIMITS[arch], f"{compiled.shared_bytes} bytes of shared memory"
-    return compiled

@@ -22,7 +22,7 @@ from tests.support.service.recorded_launch import recording
 META = torch.device("meta")
 
 
-@pytest.mark.crossed("dtype", "in_dim", every=2)
+@pytest.mark.crossed("dtype", "in_dim", every=4)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     ("in_dim", "out_dim", "rank", "layout"),
