@@ -6,7 +6,6 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from scheduler.assembly import Assembled
 from scheduler.policy.request import Logprobs
@@ -59,6 +58,8 @@ class Oracle(NamedTuple):
     prompts: list[list[int]]
     sequences: list[list[int]]  # prompt and greedy tokens
     logits: list[np.ndarray]  # [tokens, V] each, teacher-forced
+    alone: Assembled  # our engine, which has served all prompts alone
+    guesses: list[list[int]]  # its tokens
 
 
 class RankAnswer(NamedTuple):
@@ -78,16 +79,18 @@ def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     model = write_checkpoint(request.param, directory)
     generator = torch.Generator().manual_seed(7)
     prompts = [torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in PROMPT_LENGTHS]
-    answers = [greedy(model, *each, STEPS) for each in zip(prompts, guesses(directory, prompts), strict=True)]
-    return Oracle(
-        directory, prompts, [tokens for tokens, _ in answers], [each.numpy() for _, each in answers]
-    )
+    alone = build_one(directory)
+    guesses = tokens_of(alone, list(enumerate(prompts)))
+    answers = [greedy(model, *each, STEPS) for each in zip(prompts, guesses, strict=True)]
+    sequences, logits = [tokens for tokens, _ in answers], [each.numpy() for _, each in answers]
+    return Oracle(directory, prompts, sequences, logits, alone, guesses)
 
 
-def guesses(directory: Path, prompts: list[list[int]]) -> list[list[int]]:
-    """Return our own tokens for each prompt."""
-    asked = [request(str(index), prompt, max_tokens=STEPS) for index, prompt in enumerate(prompts)]
-    found = serve(build_one(directory), asked).token_ids
+def tokens_of(built: Assembled, prompts: list[tuple[int, list[int]]]) -> list[list[int]]:
+    """Serve prompts together. Return the tokens of each."""
+    asked = [request(str(index), prompt, max_tokens=STEPS) for index, prompt in prompts]
+    found = serve(built, asked).token_ids
+    built.engine._is_stopping = False  # it serves again
     return [found[each.request_id] for each in asked]
 
 
@@ -97,22 +100,31 @@ def build_one(directory: Path) -> Assembled:
 
 
 def answer(directory: Path, prompts: list[list[int]], sequences: list[list[int]]) -> RankAnswer:
-    """Serve this rank's prompts, then run its teacher-forced sequences with correct and, on one rank, with permuted routing."""
+    """Serve this rank's prompts, then run its teacher-forced sequences."""
     built = build_one(directory)
     own = own_share(list(enumerate(prompts)))
-    asked = [request(str(index), prompt, max_tokens=STEPS) for index, prompt in own]
-    scored = [
-        request(f"whole {index}", sequences[index], max_tokens=1, num_prompt_logprobs=2) for index, _ in own
-    ]
-    served = serve(built, asked, scored)
-    made = [prompt + served.token_ids[str(index)] for index, prompt in own]
-    of_prompt = [served.prompt_logprobs[each.request_id] for each in scored]
-    logits = teacher_forced(built, own_share(sequences))
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        return RankAnswer(made, logits, of_prompt, [])
+    made = [prompt + tokens for (_, prompt), tokens in zip(own, tokens_of(built, own), strict=True)]
+    return RankAnswer(made, *scored(built, own_share(sequences)), [])
+
+
+def answer_alone(oracle: Oracle) -> RankAnswer:
+    """Run the teacher-forced sequences on one rank, with correct and with permuted routing."""
+    built, sequences = oracle.alone, oracle.sequences
+    made = [prompt + tokens for prompt, tokens in zip(oracle.prompts, oracle.guesses, strict=True)]
+    logits, of_prompt = scored(built, sequences)
     if not misindex(built.model):
         misroute(built.model)
-    return RankAnswer(made, logits, of_prompt, teacher_forced(built, own_share(sequences)))
+    return RankAnswer(made, logits, of_prompt, teacher_forced(built, sequences))
+
+
+def scored(built: Assembled, sequences: list[list[int]]) -> tuple[list[np.ndarray], list[list[Logprobs]]]:
+    """Return the logits of teacher-forced sequences, and the log-probabilities of sequences sent as prompts."""
+    asked = [
+        request(f"whole {index}", sequence, max_tokens=1, num_prompt_logprobs=2)
+        for index, sequence in enumerate(sequences)
+    ]
+    found = serve(built, asked).prompt_logprobs
+    return teacher_forced(built, sequences), [found[each.request_id] for each in asked]
 
 
 def worst(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
@@ -125,8 +137,10 @@ def worst(ours: list[np.ndarray], theirs: list[np.ndarray]) -> float:
 def test_greedy_tokens_and_logits_equal_transformers(
     oracle: Oracle, world_size: int, pool_of: PoolOf
 ) -> None:
-    arguments = (oracle.directory, oracle.prompts, oracle.sequences)
-    answers = pool_of(world_size).run(answer, *arguments)
+    if world_size == 1:
+        answers = [answer_alone(oracle)]
+    else:
+        answers = pool_of(world_size).run(answer, oracle.directory, oracle.prompts, oracle.sequences)
     for rank, found in enumerate(answers):
         share = slice(rank, None, world_size)
         if not oracle.prompts[share]:

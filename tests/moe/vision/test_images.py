@@ -13,9 +13,11 @@ from moe.families import UnsupportedModelError
 from moe.load.checkpoint import Checkpoint
 from moe.model import Skeleton
 from moe.vision.tower import Tower
+from scheduler.assembly import Assembled
 from tests.conftest import PoolOf
 from tests.support.engines.serving import build, occupy, own_share, request, serve, teacher_forced
 from tests.support.models.families import write_checkpoint
+from tests.support.models.greedy import greedy_with_images
 from tests.support.models.seeing import SeenPrompt, draw_picture, prompt_of, write_seeing_checkpoint
 
 STEPS = 8
@@ -44,6 +46,8 @@ class Oracle(NamedTuple):
     images: list[list[Image]]
     sequences: list[list[int]]  # prompt and greedy tokens
     logits: list[np.ndarray]  # [tokens, V] each
+    alone: Assembled  # our engine, which has served all prompts alone
+    guesses: list[list[int]]  # its tokens
 
 
 class RankAnswer(NamedTuple):
@@ -68,22 +72,18 @@ def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         prompt_of([small, 2, small, 6], 3),
         prompt_of([2, large, 9], 4),
     ]
-    sequences, logits = [], []
-    with torch.inference_mode():
-        for prompt in prompts:
-            sequence = list(prompt.token_ids)
-            for _ in range(STEPS):
-                sequence.append(int(model(**prompt.inputs(sequence)).logits[0, -1].argmax()))
-            sequences.append(sequence)
-            logits.append(model(**prompt.inputs(sequence)).logits[0].numpy())
     tower = Tower(directory)
-    return Oracle(directory, prompts, [prompt.images(tower) for prompt in prompts], sequences, logits)
+    images = [prompt.images(tower) for prompt in prompts]
+    alone, guesses = serve_share(directory, [prompt.token_ids for prompt in prompts], images)
+    found = [greedy_with_images(model, *each) for each in zip(prompts, guesses, strict=True)]
+    sequences, logits = [tokens for tokens, _ in found], [each.numpy() for _, each in found]
+    return Oracle(directory, prompts, images, sequences, logits, alone, guesses)
 
 
-def answer(
-    directory: Path, prompts: list[list[int]], images: list[list[Image]], sequences: list[list[int]]
-) -> RankAnswer:
-    """Serve this rank's prompts, then run its teacher-forced sequences."""
+def serve_share(
+    directory: Path, prompts: list[list[int]], images: list[list[Image]]
+) -> tuple[Assembled, list[list[int]]]:
+    """Serve this rank's prompts. Return the engine, and the tokens of each."""
     built = build(directory, max_model_len=128, max_num_batched_tokens=512)
     own = own_share(list(enumerate(prompts)))
     asked = [
@@ -91,7 +91,15 @@ def answer(
         for index, prompt in own
     ]
     served = serve(built, asked)
-    made = [prompt + served.token_ids[str(index)] for index, prompt in own]
+    return built, [served.token_ids[str(index)] for index, _ in own]
+
+
+def answer(
+    directory: Path, prompts: list[list[int]], images: list[list[Image]], sequences: list[list[int]]
+) -> RankAnswer:
+    """Serve this rank's prompts, then run its teacher-forced sequences."""
+    built, tokens = serve_share(directory, prompts, images)
+    made = [prompt + more for prompt, more in zip(own_share(prompts), tokens, strict=True)]
     return RankAnswer(made, teacher_forced(built, own_share(sequences), images=own_share(images)))
 
 
@@ -119,7 +127,13 @@ def test_greedy_tokens_and_logits_equal_transformers(
     oracle: Oracle, world_size: int, pool_of: PoolOf
 ) -> None:
     token_ids = [prompt.token_ids for prompt in oracle.prompts]
-    answers = pool_of(world_size).run(answer, oracle.directory, token_ids, oracle.images, oracle.sequences)
+    if world_size == 1:
+        logits = teacher_forced(oracle.alone, oracle.sequences, images=oracle.images)
+        made = [prompt + more for prompt, more in zip(token_ids, oracle.guesses, strict=True)]
+        answers = [RankAnswer(made, logits)]
+    else:
+        given = token_ids, oracle.images, oracle.sequences
+        answers = pool_of(world_size).run(answer, oracle.directory, *given)
     for rank, found in enumerate(answers):
         share = slice(rank, None, world_size)
         assert worst(found.logits, oracle.logits[share]) < tolerance_of(oracle)

@@ -1,8 +1,12 @@
 """Greedy answers of a reference model, at the cost of a few forward passes."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+
+from tests.support.models.seeing import SeenPrompt
 
 
 @torch.inference_mode()
@@ -15,10 +19,25 @@ def greedy(
     """
     unknown = num_tokens - len(guess)
     sequence = [*prompt, *guess[:num_tokens], *[0] * unknown]
+    return _corrected(sequence, len(prompt), lambda: model(torch.tensor([sequence])).logits[0])
+
+
+@torch.inference_mode()
+def greedy_with_images(
+    model: PreTrainedModel, prompt: SeenPrompt, guess: list[int]
+) -> tuple[list[int], Tensor]:
+    """Return a prompt with images and the model's greedy tokens after it, one for each guessed one, as `greedy` does."""
+    sequence = [*prompt.token_ids, *guess]
+    return _corrected(sequence, len(prompt.token_ids), lambda: model(**prompt.inputs(sequence)).logits[0])
+
+
+def _corrected(
+    sequence: list[int], num_given: int, forward: Callable[[], Tensor]
+) -> tuple[list[int], Tensor]:
     while True:
-        logits = model(torch.tensor([sequence])).logits[0]
+        logits = forward()
         best = logits.argmax(-1).tolist()
-        wrong = [place for place in range(len(prompt), len(sequence)) if sequence[place] != best[place - 1]]
+        wrong = [place for place in range(num_given, len(sequence)) if sequence[place] != best[place - 1]]
         if not wrong:
             return sequence, logits
         sequence[wrong[0]] = best[wrong[0] - 1]
