@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch.distributed as dist
@@ -51,16 +51,23 @@ def requests(rank: int) -> list[Request]:
 RequestsOf = Callable[[int], list[Request]]
 
 
+class Pace(NamedTuple):
+    """A request moves whenever it has this number of new tokens at its rank; 0 moves none."""
+
+    of_rank_0: int  # of requests that begin at rank 0
+    of_rank_1: int
+
+
+STAY, BOTH_PACES = Pace(0, 0), Pace(1, 5)
+
+
 class Mover:
     """Serves a rank's requests and passes those that move to the other rank. Both ranks exchange before every step."""
 
     def __init__(
-        self, built: Assembled, every: int, *, falsifies: bool, requests_of: RequestsOf = requests
+        self, built: Assembled, every: Pace, *, falsifies: bool, requests_of: RequestsOf = requests
     ) -> None:
-        """`every`: a request moves whenever it has this number of new tokens at its rank; 0 moves none.
-
-        `falsifies`: pass a wrong last token. `requests_of`: returns the requests of a rank.
-        """
+        """`falsifies`: pass a wrong last token. `requests_of`: returns the requests of a rank."""
         self.found: dict[str, Answer] = {}
         self.num_released = 0
         self._engine, self._every, self._falsifies = built.engine, every, falsifies
@@ -106,8 +113,9 @@ class Mover:
 
     def _is_due(self, name: str) -> bool:
         num_new = len(self.found[name].token_ids) - self._num_before[name]
-        may_move = self._every and not name.startswith("stays") and name not in self._withdrawn
-        return bool(may_move) and num_new >= self._every
+        every = self._every[int(name[-1])]
+        may_move = every and not name.startswith("stays") and name not in self._withdrawn
+        return bool(may_move) and num_new >= every
 
     def _release(self, name: str) -> None:
         self.num_released += 1
@@ -134,7 +142,7 @@ class Mover:
 
 def serve_moving(
     directory: Path,
-    every: int,
+    every: Pace,
     settings: dict[str, Any],
     falsifies: bool = False,
     known: dict[str, list[int]] | None = None,
@@ -164,7 +172,7 @@ def serve_moving(
         built.scheduler.collect(0.0)
         stats = built.scheduler.stats
         assert stats.num_free_blocks == free, "blocks leaked"
-        if stats.tiers is not None and every and not built.num_states:
+        if stats.tiers is not None and any(every) and not built.num_states:
             assert stats.tiers.disk_load_bytes > 0, "nothing came from the tier"
         assert bool(num_drafts[0]) == bool(drafts), "no draft was right"
         return mover.found, mover.num_released
@@ -179,14 +187,20 @@ def both(pool_of: PoolOf, *arguments: Any) -> tuple[dict[str, Answer], int]:
     return shares[0][0] | shares[1][0], shares[0][1] + shares[1][1]
 
 
-def check(pool_of: PoolOf, directory: Path, settings: dict[str, Any], *, least: int = 60) -> None:
-    """Compare moves after every token, and after several ones, with no move."""
-    wanted, none = both(pool_of, directory, 0, settings)
-    assert none == 0 and len(wanted) == 12
-    for every in (1, 5):
-        found, num_moves = both(pool_of, directory, every, settings)
-        assert found == wanted
-        assert num_moves >= least // every, "requests moved after every few tokens"
+def unmoved(pool_of: PoolOf, directory: Path, settings: dict[str, Any]) -> dict[str, Answer]:
+    """Return the answers of requests that do not move."""
+    wanted, num_moves = both(pool_of, directory, STAY, settings)
+    assert num_moves == 0 and len(wanted) == 12
+    return wanted
+
+
+def check(
+    pool_of: PoolOf, directory: Path, settings: dict[str, Any], wanted: dict[str, Answer], *, least: int = 36
+) -> None:
+    """Compare with no move: requests that begin at rank 0 move after every token, the others after several ones."""
+    found, num_moves = both(pool_of, directory, BOTH_PACES, settings)
+    assert found == wanted
+    assert num_moves >= least, "requests moved after every few tokens"
 
 
 @pytest.fixture(scope="module")
@@ -195,6 +209,31 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made: Path = tmp_path_factory.mktemp("moved")
     write_checkpoint("qwen3_moe", made)
     return made
+
+
+Served = Callable[[str], tuple[Path, dict[str, Answer]]]
+
+
+@pytest.fixture(scope="module")
+def made() -> dict[str, tuple[Path, dict[str, Answer]]]:
+    """Return what `served` has made, by family."""
+    return {}
+
+
+@pytest.fixture
+def served(
+    pool_of: PoolOf, tmp_path_factory: pytest.TempPathFactory, made: dict[str, tuple[Path, dict[str, Answer]]]
+) -> Served:
+    """Return `served(family)`: a checkpoint and the answers of requests that do not move, made once."""
+
+    def serve_once(family: str) -> tuple[Path, dict[str, Answer]]:
+        if family not in made:
+            directory = tmp_path_factory.mktemp(family)
+            write_checkpoint(family, directory)
+            made[family] = directory, unmoved(pool_of, directory, {})
+        return made[family]
+
+    return serve_once
 
 
 @pytest.mark.crossed("settings", every=2)
@@ -208,20 +247,19 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_requests_of_every_kind_move_at_every_step(
-    pool_of: PoolOf, directory: Path, settings: dict[str, Any]
+    pool_of: PoolOf, served: Served, settings: dict[str, Any]
 ) -> None:
-    check(pool_of, directory, settings)
+    directory, wanted = served("qwen3_moe")
+    check(pool_of, directory, settings, wanted)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("qwen3_next", marks=pytest.mark.slow)])
-def test_drafted_requests_move_at_every_step(pool_of: PoolOf, tmp_path: Path, family: str) -> None:
+def test_drafted_requests_move_at_every_step(pool_of: PoolOf, served: Served, family: str) -> None:
     """Most drafts are right, so a step yields several tokens of a request."""
-    write_checkpoint(family, tmp_path)
-    wanted, _ = both(pool_of, tmp_path, 0, {})
+    directory, wanted = served(family)
     known = {name: answer.token_ids for name, answer in wanted.items()}
-    for every in (0, 1, 5):
-        found, num_moves = both(pool_of, tmp_path, every, {"speculative_config": SUFFIX}, False, known)
-        assert found == wanted and num_moves >= (30 // every if every else 0)
+    found, num_moves = both(pool_of, directory, BOTH_PACES, {"speculative_config": SUFFIX}, False, known)
+    assert found == wanted and num_moves >= 18
 
 
 @pytest.mark.slow
@@ -230,7 +268,7 @@ def test_requests_with_drafts_of_the_model_move_at_every_step(
     pool_of: PoolOf, tmp_path: Path, family: str
 ) -> None:
     write_mtp_checkpoint(family, tmp_path, num_layers=1, change=partial(foresee, share=SHARE))
-    check(pool_of, tmp_path, {"speculative_config": MTP}, least=30)
+    check(pool_of, tmp_path, {"speculative_config": MTP}, unmoved(pool_of, tmp_path, {}), least=18)
 
 
 @pytest.mark.parametrize(
@@ -244,10 +282,10 @@ def test_requests_with_drafts_of_the_model_move_at_every_step(
     ],
 )
 def test_requests_of_recurrent_and_sparse_models_move_at_every_step(
-    pool_of: PoolOf, tmp_path: Path, family: str, settings: dict[str, Any]
+    pool_of: PoolOf, served: Served, family: str, settings: dict[str, Any]
 ) -> None:
-    write_checkpoint(family, tmp_path)
-    check(pool_of, tmp_path, settings)
+    directory, wanted = served(family)
+    check(pool_of, directory, settings, wanted)
 
 
 @pytest.mark.parametrize(
@@ -258,13 +296,12 @@ def test_requests_of_recurrent_and_sparse_models_move_at_every_step(
     ],
 )
 def test_requests_that_move_find_their_blocks_in_a_tier_under_constant_eviction(
-    pool_of: PoolOf, tmp_path: Path, family: str
+    pool_of: PoolOf, served: Served, tmp_path: Path, family: str
 ) -> None:
     """Both ranks share a folder. Each has blocks for a third of its requests, so most are evicted before they return."""
-    write_checkpoint(family, tmp_path / "model")
-    wanted, _ = both(pool_of, tmp_path / "model", 0, {})
+    directory, wanted = served(family)
     disk = {"kv_offloading_dir": str(tmp_path / "kv"), "kv_offloading_disk_bytes": 64 << 20, "leaving": 9}
-    found, num_moves = both(pool_of, tmp_path / "model", 5, disk)
+    found, num_moves = both(pool_of, directory, Pace(5, 5), disk)
     assert found == wanted and num_moves >= 12
 
 
@@ -272,29 +309,32 @@ def test_requests_that_move_find_their_blocks_in_a_tier_under_constant_eviction(
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next"])
 def test_drafted_requests_that_move_find_their_blocks_in_a_tier_under_constant_eviction(
-    pool_of: PoolOf, tmp_path: Path, family: str, kv_cache_dtype: str
+    pool_of: PoolOf, served: Served, tmp_path: Path, family: str, kv_cache_dtype: str
 ) -> None:
-    write_checkpoint(family, tmp_path / "model")
+    directory, wanted = served(family)
     coded = {"kv_cache_dtype": kv_cache_dtype}
-    wanted, _ = both(pool_of, tmp_path / "model", 0, coded)
+    if kv_cache_dtype != "auto":
+        wanted = unmoved(pool_of, directory, coded)
     known = {name: answer.token_ids for name, answer in wanted.items()}
     disk = {"kv_offloading_dir": str(tmp_path / "kv"), "kv_offloading_disk_bytes": 64 << 20, "leaving": 9}
     settings = {"speculative_config": SUFFIX, **disk, **coded}
-    found, num_moves = both(pool_of, tmp_path / "model", 3, settings, False, known)
+    found, num_moves = both(pool_of, directory, Pace(3, 3), settings, False, known)
     assert found == wanted and num_moves >= 10
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
 def test_requests_with_a_cache_in_8_bits_move_at_every_step(
-    pool_of: PoolOf, directory: Path, kv_cache_dtype: str
+    pool_of: PoolOf, served: Served, kv_cache_dtype: str
 ) -> None:
-    check(pool_of, directory, {"kv_cache_dtype": kv_cache_dtype})
+    directory, _ = served("qwen3_moe")
+    coded = {"kv_cache_dtype": kv_cache_dtype}
+    check(pool_of, directory, coded, unmoved(pool_of, directory, coded))
 
 
-def test_a_wrong_token_in_a_move_is_seen(pool_of: PoolOf, directory: Path) -> None:
-    wanted, _ = both(pool_of, directory, 0, {})
-    found, _ = both(pool_of, directory, 5, {}, True)
+def test_a_wrong_token_in_a_move_is_seen(pool_of: PoolOf, served: Served) -> None:
+    directory, wanted = served("qwen3_moe")
+    found, _ = both(pool_of, directory, Pace(5, 5), {}, True)
     assert found != wanted
 
 

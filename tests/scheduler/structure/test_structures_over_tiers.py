@@ -9,7 +9,7 @@ from scheduler.policy.request import Request
 from scheduler.policy.speculative import parse_speculative_config
 from tests.conftest import PoolOf
 from tests.scheduler.structure.test_serving import BYTES, END, FORMS, texts
-from tests.scheduler.test_moved_requests import serve_moving
+from tests.scheduler.test_moved_requests import STAY, Pace, serve_moving
 from tests.support.engines.serving import build, occupy, request, serve
 from tests.support.models.families import write_checkpoint
 
@@ -73,21 +73,19 @@ def test_structures_are_the_same_under_constant_eviction(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("has_tier", [False, True])
 def test_structures_are_the_same_when_requests_move_at_every_step(
-    pool_of: PoolOf, tmp_path: Path, family: str, has_tier: bool
+    pool_of: PoolOf, tmp_path: Path, family: str
 ) -> None:
+    """Without tiers, and with a folder that both ranks share."""
     model = tmp_path / "model"
     write_checkpoint(family, model)
-    settings: dict[str, Any] = {}
-    if has_tier:
-        folder = str(tmp_path / "kv")
-        settings = {"kv_offloading_dir": folder, "kv_offloading_disk_bytes": HOST, "leaving": 12}
 
-    def both(every: int, settings: dict[str, Any]) -> tuple[dict[str, Any], int]:
+    def both(every: Pace, settings: dict[str, Any]) -> tuple[dict[str, Any], int]:
         shares = pool_of(2).run(serve_moving, model, every, settings, False, None, requests)
         return shares[0][0] | shares[1][0], shares[0][1] + shares[1][1]
 
-    wanted, _ = both(0, {})
-    found, num_moves = both(1, settings)
-    assert found == wanted and num_moves > 60
+    wanted, _ = both(STAY, {})
+    disk = {"kv_offloading_dir": str(tmp_path / "kv"), "kv_offloading_disk_bytes": HOST, "leaving": 12}
+    for settings in ({}, disk):
+        found, num_moves = both(Pace(1, 1), settings)
+        assert found == wanted and num_moves > 60
