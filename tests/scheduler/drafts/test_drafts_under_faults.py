@@ -16,7 +16,7 @@ from scheduler.sampling.sampler import Sampled
 from tests.conftest import PoolOf
 from tests.scheduler.drafts.test_served_drafts import MTP, NGRAM, SHARE, SUFFIX, always_draft
 from tests.scheduler.epochs.test_regrouping import check_left, serving
-from tests.scheduler.moves.test_relocation import fresh_digests, slot_digests
+from tests.scheduler.moves.test_relocation import Alone, Held, held_by, slot_digests
 from tests.scheduler.test_invariance import Answers, collect
 from tests.support.engines.crew import Crew, Doom
 from tests.support.engines.moves import MovedRank, Moves, build_with_copies, targets
@@ -115,6 +115,11 @@ def plain_foreseen(foreseen: Path) -> Answers:
     return plain(foreseen, requests(12))
 
 
+def first_tokens(answers: Answers, count: int, max_tokens: int) -> Answers:
+    """Return the answers of `requests(count, max_tokens)`: the first requests' first tokens."""
+    return {str(number): answers[str(number)][:max_tokens] for number in range(count)}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("when", DOOMS)
 def test_a_rank_lost_while_own_layers_draft_changes_no_bit(
@@ -160,8 +165,8 @@ def test_a_rank_that_is_stuck_in_a_pass_is_found_by_its_heartbeats(foreseen: Pat
     assert crew.logprobs == plain(foreseen, wanted)
 
 
-def moving(directory: Path, given: str, known: Answers | None, count: int) -> tuple[MovedRank, bool, int]:
-    """Serve with drafts while experts move, also those of drafting layers. Return also whether slots hold their experts."""
+def moving(directory: Path, given: str, known: Answers | None, count: int) -> tuple[MovedRank, Held, int]:
+    """Serve with drafts while experts move, also those of drafting layers. Return also what the slots hold at the end."""
     speculative = parse_speculative_config(given)
     built = build_with_copies(directory, 6, speculative_config=speculative)
     counts = [0, 0]
@@ -170,31 +175,26 @@ def moving(directory: Path, given: str, known: Answers | None, count: int) -> tu
     wanted = targets(start, count)
     assert all((each.local(dist.get_rank())[-1] != start.local(dist.get_rank())[-1]).any() for each in wanted)
     moved = Moves(built, wanted).serve(own_share(requests(8, 40)), own_share(requests(8, 40)))
-    expected = fresh_digests(
-        directory, built.relocation.placement, dist.get_rank(), speculative_config=speculative
-    )
-    is_whole = all(
-        want is None or have == want
-        for wants, haves in zip(expected, slot_digests(built), strict=True)
-        for want, have in zip(wants, haves, strict=True)
-    )
-    return moved, is_whole, counts[0]
+    return moved, held_by(built), counts[0]
 
 
 @pytest.mark.crossed("method", every=2)
 @pytest.mark.parametrize("method", ["mtp", "suffix"])
-def test_drafts_while_experts_move_change_no_bit(foreseen: Path, method: str, pool_of: PoolOf) -> None:
-    alone = build(foreseen, max_model_len=160)
-    expected = collect(serve(alone, requests(8, 40), requests(8, 40)).outputs)
+def test_drafts_while_experts_move_change_no_bit(
+    foreseen: Path, plain_foreseen: Answers, method: str, pool_of: PoolOf
+) -> None:
+    expected = first_tokens(plain_foreseen, 8, 40)
     given, known = (MTP, None) if method == "mtp" else (SUFFIX, expected)
-    parts = pool_of(2).run(moving, foreseen, given, known, 4)
+    drafting = build(foreseen, max_model_len=160, speculative_config=parse_speculative_config(given))
+    alone = Alone({}, slot_digests(drafting))
+    parts = pool_of(2).run(moving, foreseen, given, known, 2)
     found = {key: rows for moved, *_ in parts for key, rows in collect(moved.served.outputs).items()}
     assert found == expected
-    for moved, is_whole, num_right in parts:
+    for moved, held, num_right in parts:
         assert moved.states() == [
-            (version, state) for version in (1, 2, 3, 4) for state in (MoveState.VERIFIED, MoveState.SERVING)
+            (version, state) for version in (1, 2) for state in (MoveState.VERIFIED, MoveState.SERVING)
         ]
-        assert is_whole and num_right > 20
+        assert not alone.has_changed(held) and num_right > 20
 
 
 def waking(directory: Path, given: str) -> tuple[Answers, int]:
@@ -215,12 +215,11 @@ def waking(directory: Path, given: str) -> tuple[Answers, int]:
 @pytest.mark.crossed("given", every=2)
 @pytest.mark.parametrize("given", [MTP, NGRAM])
 def test_ranks_that_sleep_wake_or_have_nothing_to_draft_change_no_bit(
-    foreseen: Path, given: str, pool_of: PoolOf
+    foreseen: Path, plain_foreseen: Answers, given: str, pool_of: PoolOf
 ) -> None:
     parts = pool_of(2).run(waking, foreseen, given)
-    assert {key: rows for answers, _ in parts for key, rows in answers.items()} == plain(
-        foreseen, requests(9, 30)
-    )
+    found = {key: rows for answers, _ in parts for key, rows in answers.items()}
+    assert found == first_tokens(plain_foreseen, 9, 30)
     assert given == NGRAM or all(num_right > 5 for _, num_right in parts)
 
 

@@ -8,9 +8,17 @@ import torch
 from moe.expert_weights import read_slot
 from scheduler.moves.reports import Cause, MoveState
 from tests.conftest import PoolOf
-from tests.scheduler.moves.test_relocation import answers, moving, requests, slot_digests
+from tests.scheduler.moves.test_relocation import (
+    Alone,
+    answers,
+    moving,
+    requests,
+    serve_alone,
+    slot_digests,
+    twice,
+)
 from tests.support.engines.moves import Intercepted, MovedRank, Moves, build_with_copies, targets
-from tests.support.engines.serving import build, own_share, serve
+from tests.support.engines.serving import own_share
 from tests.support.models.published import write_published
 from tests.support.models.quantise import write_quantised
 
@@ -33,13 +41,19 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return directory
 
 
-def test_quantised_experts_move_whole_and_answers_keep_their_bits(checkpoint: Path, pool_of: PoolOf) -> None:
-    alone = build(checkpoint, max_model_len=160)
-    wanted = answers(MovedRank(serve(alone, requests(), requests())))
+@pytest.fixture(scope="module")
+def alone(checkpoint: Path) -> Alone:
+    """Return what one rank answers."""
+    return serve_alone(checkpoint)
+
+
+def test_quantised_experts_move_whole_and_answers_keep_their_bits(
+    checkpoint: Path, alone: Alone, pool_of: PoolOf
+) -> None:
     parts = pool_of(2).run(moving, checkpoint, 2, {"all2all_backend": "shm"})
-    assert {key: rows for moved, _ in parts for key, rows in answers(moved).items()} == wanted
-    for moved, is_whole in parts:
-        assert is_whole, "a slot does not hold its expert's codes and scales"
+    assert {key: rows for moved, _ in parts for key, rows in answers(moved).items()} == twice(alone.answers)
+    for moved, held in parts:
+        assert not alone.has_changed(held), "a slot does not hold its expert's codes and scales"
         assert moved.states()[-1] == (2, MoveState.SERVING)
 
 
@@ -62,12 +76,11 @@ def flipping(directory: Path) -> tuple[MovedRank, bool, int]:
     return moved, slot_digests(built) == before and moved.digest == start.digest(), len(flipped)
 
 
-def test_a_flipped_bit_of_a_scale_never_serves(checkpoint: Path, pool_of: PoolOf) -> None:
-    alone = build(checkpoint, max_model_len=160)
-    wanted = answers(MovedRank(serve(alone, requests())))
+def test_a_flipped_bit_of_a_scale_never_serves(checkpoint: Path, alone: Alone, pool_of: PoolOf) -> None:
     (sender, sender_same, flipped), (receiver, receiver_same, _) = pool_of(2).run(flipping, checkpoint)
     assert flipped == 1, "no scales were sent"
     assert receiver.states() == [(1, MoveState.FAILED)]
     assert receiver.reports[0].cause is Cause.CHECK_SUM
     assert sender_same and receiver_same, "slots or placement differ from those before the move"
-    assert {key: rows for moved in (sender, receiver) for key, rows in answers(moved).items()} == wanted
+    found = {key: rows for moved in (sender, receiver) for key, rows in answers(moved).items()}
+    assert found == alone.answers

@@ -7,14 +7,15 @@ import threading
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from dispatch.errors import DispatchError
-from expert_placement.placement import Placement, linear_placement
+from expert_placement.placement import linear_placement
 from moe.expert_weights import ExpertWeights, digest, read_slot, try_out
+from scheduler.assembly import Assembled
 from scheduler.moves import expert_transfer, relocation
 from scheduler.moves.channel import NoPeers, Pace
 from scheduler.moves.expert_transfer import MovableLayer
@@ -41,8 +42,11 @@ def requests(count: int = 8) -> list[Request]:
     ]
 
 
-def answers(moved: MovedRank) -> dict[str, list[tuple[int, float]]]:
-    found: dict[str, list[tuple[int, float]]] = {}
+Answers = dict[str, list[tuple[int, float]]]
+
+
+def answers(moved: MovedRank) -> Answers:
+    found: Answers = {}
     for output in moved.served.outputs:
         found.setdefault(output.request_id, []).extend((e.token_id, e.logprob) for e in output.logprobs)
     return found
@@ -55,6 +59,19 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return directory
 
 
+class Held(NamedTuple):
+    """Checksums of a rank's slots, and the experts that its placement gives them; -1: none."""
+
+    slots: list[list[bytes]]
+    experts: list[list[int]]
+
+
+def held_by(built: Assembled) -> Held:
+    """Return what the slots of this rank hold."""
+    rank = torch.distributed.get_rank()
+    return Held(slot_digests(built), built.relocation.placement.local(rank).tolist())
+
+
 def slot_digests(built: Any) -> list[list[bytes]]:
     """Return the checksums of all slots of this rank."""
     return [
@@ -63,44 +80,57 @@ def slot_digests(built: Any) -> list[list[bytes]]:
     ]
 
 
-def fresh_digests(
-    directory: Path, placement: Placement, rank: int, **settings: Any
-) -> list[list[bytes | None]]:
-    """Return the checksums of a rank's slots from the checkpoint: one rank loads all experts."""
-    whole = build(directory, rank=0, world_size=1, max_model_len=160, **settings)
-    return [
-        [None if expert < 0 else digest(read_slot(layer, expert).tensors()) for expert in row]
-        for layer, row in zip(whole.model.layers, placement.local(rank).tolist(), strict=True)
-    ]
+class Alone(NamedTuple):
+    """What one rank with all experts answers."""
+
+    answers: Answers
+    experts: list[list[bytes]]  # checksums of each layer's experts
+
+    def has_changed(self, held: Held) -> bool:
+        """Return whether a slot does not hold the bytes of its expert."""
+        return any(
+            slot != self.experts[layer][expert]
+            for layer, (slots, experts) in enumerate(zip(held.slots, held.experts, strict=True))
+            for slot, expert in zip(slots, experts, strict=True)
+            if expert >= 0
+        )
 
 
-def moving(directory: Path, count: int, settings: dict[str, Any]) -> tuple[MovedRank, bool]:
-    """Serve while moving through placements. Return also whether every slot holds the checkpoint's bytes at the end."""
+def serve_alone(directory: Path, **settings: Any) -> Alone:
+    """Serve all requests on one rank. Its slots hold the experts in order."""
+    built = build(directory, max_model_len=160, **settings)
+    return Alone(answers(MovedRank(serve(built, requests()))), slot_digests(built))
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoint: Path) -> Alone:
+    """Return what one rank answers."""
+    return serve_alone(checkpoint)
+
+
+def twice(once: Answers) -> Answers:
+    """Return the answers to two waves of the same requests."""
+    return {name: rows * 2 for name, rows in once.items()}
+
+
+def moving(directory: Path, count: int, settings: dict[str, Any]) -> tuple[MovedRank, Held]:
+    """Serve two waves of requests while moving through placements. Return also what the slots hold at the end."""
     built = build_with_copies(directory, 6, **settings)
     wanted = targets(built.relocation.placement, count)
     moved = Moves(built, wanted).serve(own_share(requests()), own_share(requests()))
-    rank = settings.get("rank", torch.distributed.get_rank())
-    expected = fresh_digests(directory, built.relocation.placement, rank)
-    held = slot_digests(built)
-    return moved, all(
-        want is None or have == want
-        for wants, haves in zip(expected, held, strict=True)
-        for want, have in zip(wants, haves, strict=True)
-    )
+    return moved, held_by(built)
 
 
 @pytest.mark.parametrize(
     ("world_size", "backend"), [(2, "shm"), pytest.param(4, "gloo", marks=pytest.mark.slow)]
 )
 def test_answers_keep_their_bits_while_experts_move_again_and_again(
-    checkpoint: Path, world_size: int, backend: str, pool_of: PoolOf
+    checkpoint: Path, alone: Alone, world_size: int, backend: str, pool_of: PoolOf
 ) -> None:
-    alone = build(checkpoint, max_model_len=160)
-    wanted = answers(MovedRank(serve(alone, requests(), requests())))
     parts = pool_of(world_size).run(moving, checkpoint, 4, {"all2all_backend": backend})
-    assert {key: rows for moved, _ in parts for key, rows in answers(moved).items()} == wanted
-    for moved, is_whole in parts:
-        assert is_whole, "a slot does not hold its expert's bytes"
+    assert {key: rows for moved, _ in parts for key, rows in answers(moved).items()} == twice(alone.answers)
+    for moved, held in parts:
+        assert not alone.has_changed(held), "a slot does not hold its expert's bytes"
         assert moved.states() == [(v, state) for v in (1, 2, 3, 4) for state in (VERIFIED, SERVING)]
     assert len({moved.digest for moved, _ in parts}) == 1
     switched = [[r.step for r in moved.reports if r.state is SERVING] for moved, _ in parts]
@@ -111,14 +141,12 @@ def test_answers_keep_their_bits_while_experts_move_again_and_again(
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_thirty_rebalances_under_load_change_no_token_and_lose_no_request(
-    checkpoint: Path, world_size: int, pool_of: PoolOf
+    checkpoint: Path, alone: Alone, world_size: int, pool_of: PoolOf
 ) -> None:
-    alone = build(checkpoint, max_model_len=160)
-    wanted = answers(MovedRank(serve(alone, *[requests()] * 2)))
     parts = pool_of(world_size).run(moving, checkpoint, 30, {"max_bytes_per_step": 1 << 14})
-    assert {key: rows for moved, _ in parts for key, rows in answers(moved).items()} == wanted
-    for moved, is_whole in parts:
-        assert is_whole and moved.states()[-1] == (30, SERVING)
+    assert {key: rows for moved, _ in parts for key, rows in answers(moved).items()} == twice(alone.answers)
+    for moved, held in parts:
+        assert not alone.has_changed(held) and moved.states()[-1] == (30, SERVING)
         ended = [output for output in moved.served.outputs if output.finish_reason is not None]
         assert len(ended) == 2 * len(own_ids(moved)) and not any(output.error for output in ended)
 
@@ -200,12 +228,11 @@ def failing(directory: Path, how: str) -> tuple[MovedRank, bool, str]:
     ],
 )
 def test_what_does_not_arrive_as_it_was_never_serves_and_serving_goes_on(
-    checkpoint: Path, how: str, said: str, cause: Cause, pool_of: PoolOf
+    checkpoint: Path, alone: Alone, how: str, said: str, cause: Cause, pool_of: PoolOf
 ) -> None:
-    alone = build(checkpoint, max_model_len=160)
-    wanted = answers(MovedRank(serve(alone, requests(), requests())))
     parts = pool_of(2).run(failing, checkpoint, how)
-    assert {key: rows for moved, _, _ in parts for key, rows in answers(moved).items()} == wanted
+    found = {key: rows for moved, _, _ in parts for key, rows in answers(moved).items()}
+    assert found == twice(alone.answers)
     assert all(unchanged for _, unchanged, _ in parts), "slots or placement differ from those before the move"
     assert parts[0][0].states() == [(1, VERIFIED), (1, DROPPED)]
     assert parts[1][0].states() == [(1, FAILED)]
@@ -231,12 +258,10 @@ def buggy(directory: Path) -> tuple[MovedRank, bool]:
 
 
 def test_a_bug_amid_a_transfer_drops_the_change_on_all_ranks_and_serving_goes_on(
-    checkpoint: Path, pool_of: PoolOf
+    checkpoint: Path, alone: Alone, pool_of: PoolOf
 ) -> None:
-    alone = build(checkpoint, max_model_len=160)
-    wanted = answers(MovedRank(serve(alone, requests())))
     parts = pool_of(2).run(buggy, checkpoint)
-    assert {key: rows for moved, _ in parts for key, rows in answers(moved).items()} == wanted
+    assert {key: rows for moved, _ in parts for key, rows in answers(moved).items()} == alone.answers
     assert all(unchanged for _, unchanged in parts)
     for moved, _ in parts:
         assert moved.states() == [(1, FAILED), (2, FAILED)]
