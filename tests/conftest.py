@@ -54,12 +54,15 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "paired(names, of): of all combinations of these parameters, run one in `of`, by turns"
     )
-    is_fast = "not slow" in config.option.markexpr
-    settings.load_profile("same examples" if is_fast else "search")
-    if is_fast:
+    settings.load_profile("same examples" if _is_fast(config) else "search")
+    if _is_fast(config):
         # Hypothesis also tries constants of all imported modules. Then examples depend on the selected tests, and reading hundreds
         # of modules takes each worker two seconds.
         providers._get_local_constants = lambda: providers._local_constants
+
+
+def _is_fast(config: pytest.Config) -> bool:
+    return "not slow" in config.option.markexpr
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -86,15 +89,30 @@ def _turn(item: pytest.Item, mark: pytest.Mark) -> int:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Drop the combinations of paired tests that no suite runs.
+    """Drop the combinations of paired tests that no suite runs. In `make test`, take fewer examples.
 
     If several processes run tests, start the long files first, so that none of them is left for one process at the end.
     """
+    if _is_fast(config):
+        _take_fewer_examples(items)
     if left_out := [item for item in items if LEFT_OUT in item.stash]:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if LEFT_OUT not in item.stash]
     if hasattr(config, "workerinput"):
         durations.put_long_files_first(items, durations.read_durations())
+
+
+def _take_fewer_examples(items: list[pytest.Item]) -> None:
+    """Take a third of the examples of each property, at least ten. They are the same each time, and `make test-all` searches."""
+    functions = {getattr(each, "function", None) for each in items}
+    state_machines = {getattr(each, "cls", None) for each in items}
+    for holder, name in (
+        *((each, "_hypothesis_internal_use_settings") for each in functions),
+        *((each, "settings") for each in state_machines),
+    ):
+        given = getattr(holder, name, None)
+        if isinstance(given, settings):
+            setattr(holder, name, settings(given, max_examples=max(10, given.max_examples // 3)))
 
 
 @pytest.hookimpl(tryfirst=True)
