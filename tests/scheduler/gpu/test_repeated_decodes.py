@@ -18,9 +18,9 @@ from tests.support.gpu.path import build_interpreted
 from tests.support.models.families import write_checkpoint
 from tests.support.ranks import RankPool
 
-PROMPTS = {"a": range(3, 14), "b": range(40, 53)}
-TOKENS = 8
-NUM_REPLAYED = 5
+PROMPTS = {"a": range(3, 15), "b": range(40, 54)}
+TOKENS = 6
+NUM_REPLAYED = 4
 
 
 class Found(NamedTuple):

@@ -124,7 +124,7 @@ def test_a_replay_serves_adapters_that_came_after_its_capture(interpreter: RankP
 def test_replayed_prompts_and_decodes_have_the_bits_of_eager_ones(
     family: str, interpreter: RankPool, tmp_path: Path
 ) -> None:
-    case = make_case(family, tmp_path, is_shallow=family in SHALLOW)
+    case = make_case(family, tmp_path, of_model=SHALLOW.get(family))
     [found] = interpreter.run(run_all, case.directory, case.paths, PROMPTS, (8,), CASES, timeout_s=900.0)
     check(found, 3)
 

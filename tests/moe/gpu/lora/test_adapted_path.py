@@ -80,7 +80,7 @@ def check(case: Case, found: Found) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_mixes_adapters_and_plain_rows(family: str, interpreter: RankPool, tmp_path: Path) -> None:
     """Models of the other families without adapters are in test_gpu_parity and in the parity of tests/benchmarks/gpu/test_whole_day.py."""
-    case = make_case(family, tmp_path, is_shallow=family in SHALLOW)
+    case = make_case(family, tmp_path, of_model=SHALLOW.get(family))
     settings = {"batch_invariant": True} if family in INVARIANT else {}
     run = partial(answer, has_unadapted=family in INVARIANT)
     [found] = interpreter.run(run, case.directory, case.paths, settings)

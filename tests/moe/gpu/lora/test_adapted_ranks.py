@@ -21,7 +21,7 @@ from tests.support.engines.serving import own_share, request, serve
 from tests.support.gpu.interpreted import needs_triton
 from tests.support.gpu.path import Part, build_interpreted, run_steps
 from tests.support.models.adapters import merged
-from tests.support.models.families import VOCABULARY
+from tests.support.models.families import SHALLOW, VOCABULARY
 from tests.support.models.greedy import greedy
 from tests.support.ranks import RankPool
 
@@ -107,19 +107,16 @@ def check(case: Case, found: Sequence[Found]) -> None:
             assert np.array_equal(own.first[index], same[index]), "another rank's adapter changes a row"
 
 
+@pytest.mark.slow  # fast tests: labels arrive (dispatch/gpu/test_labels), engines on CPUs (moe/lora/test_adapted_model)
 @pytest.mark.parametrize(
-    ("family", "agreed_tokens", "settings"),
-    [
-        ("qwen3_moe", 8, {}),
-        pytest.param("qwen3_moe", 0, {"all2all_backend": "gloo"}, marks=pytest.mark.slow),
-        pytest.param("gpt_oss", 8, {}, marks=pytest.mark.slow),
-    ],
-)  # fmt: skip
+    ("family", "num_layers", "agreed_tokens", "settings"),
+    [("qwen3_moe", 1, 8, {}), ("qwen3_moe", 2, 0, {"all2all_backend": "gloo"}), ("gpt_oss", 2, 8, {})],
+)
 def test_the_adapter_travels_with_the_row(
-    interpreting_pair: RankPool, family: str, agreed_tokens: int, settings: dict[str, Any], tmp_path: Path
-) -> None:
+    interpreting_pair: RankPool, family: str, num_layers: int, agreed_tokens: int, settings: dict[str, Any], tmp_path: Path
+) -> None:  # fmt: skip
     """The second step is dispatched in low-latency mode, if tokens are agreed on."""
-    case = make_case(family, tmp_path, is_shallow=True)
+    case = make_case(family, tmp_path, of_model={**SHALLOW[family], "num_hidden_layers": num_layers})
     found = interpreting_pair.run(
         answer, case.directory, case.paths, SHORT, agreed_tokens, settings, timeout_s=500.0
     )
@@ -144,7 +141,7 @@ def bits(directory: Path, paths: Sequence[Path], world_size: int) -> list[list[n
 def test_rows_that_travel_in_fp8_get_the_same_bits_on_one_and_two_ranks(
     interpreter: RankPool, interpreting_pair: RankPool, tmp_path: Path
 ) -> None:
-    case = make_case("qwen3_moe", tmp_path, is_shallow=True)
+    case = make_case("qwen3_moe", tmp_path, of_model=SHALLOW["qwen3_moe"])
     [alone] = interpreter.run(bits, case.directory, case.paths, 1, timeout_s=400.0)
     pair = interpreting_pair.run(bits, case.directory, case.paths, 2, timeout_s=400.0)
     for wanted, (found,) in zip(alone, pair, strict=True):
@@ -168,7 +165,7 @@ def generate(
 
 @pytest.mark.slow
 def test_engines_generate_the_merged_models_tokens(interpreting_pair: RankPool, tmp_path: Path) -> None:
-    case, steps = make_case("qwen3_moe", tmp_path, is_shallow=True), 4
+    case, steps = make_case("qwen3_moe", tmp_path, of_model=SHALLOW["qwen3_moe"]), 4
     prompts = [each[:8] for rank in range(2) for each in sequences(rank)][:3]
     parts = interpreting_pair.run(generate, case.directory, case.paths, prompts, steps, timeout_s=400.0)
     found = {name: ids for tokens in parts for name, ids in tokens.items()}
