@@ -1,5 +1,6 @@
 """Rotary embeddings that change with a sequence's length: each sequence has its own, also while it grows."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from tests.support.engines.serving import build, request, serve, teacher_forced
 from tests.support.models.families import make_model
 from tests.support.models.family_sweep import prompts, write_tiny
 
-LIMIT, STEPS, TOLERANCE = 32, 24, 1e-4
+LIMIT, STEPS, TOLERANCE = 32, 16, 1e-4
 PARAMETERS: dict[str, Any] = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
@@ -49,8 +50,14 @@ def test_each_sequence_of_a_batch_gives_what_it_gives_alone(oracle: tuple[Path, 
 def test_a_sequence_that_grows_long_goes_on_as_if_it_had_been(
     oracle: tuple[Path, PreTrainedModel], tokens: int
 ) -> None:
-    """The oracle runs the whole text for every token."""
+    """The oracle runs the whole text for every token, once for both waves."""
     directory, model = oracle
+
+    @cache
+    def last_of(text: tuple[int, ...]) -> np.ndarray:
+        row: np.ndarray = logits_of(model, list(text))[-1]
+        return row
+
     asked = prompts(20, 60, LIMIT - 1, LIMIT, 3)
     built = build(directory, max_num_batched_tokens=tokens, max_num_seqs=4)
     waves = [
@@ -61,7 +68,7 @@ def test_a_sequence_that_grows_long_goes_on_as_if_it_had_been(
     for request_id, found in served.token_ids.items():
         text = list(asked[int(request_id.split()[1])])
         for token in found:
-            best = np.sort(row := logits_of(model, text)[-1])
+            best = np.sort(row := last_of(tuple(text)))
             assert row.argmax() == token or best[-1] - best[-2] < TOLERANCE, (request_id, len(text))
             text.append(token)
         assert len(found) == STEPS

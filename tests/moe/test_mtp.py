@@ -178,21 +178,32 @@ def test_what_drafts_start_from_is_kept_whatever_ran_the_step(written: Write) ->
     assert np.array_equal(model.draft(0, rows_of(len(text) - 2, text[-1:]))[0], whole[-1:])
 
 
-def alone_and_together(directory: Path, texts: list[list[int]]) -> list[np.ndarray]:
-    """Return the first drafts of this rank's texts, in one step."""
-    model, own = open_drafting(directory), own_share(texts)
-    return [drafted.first for drafted in draft_all(model, own, 1)]
+def first_drafts(model: DraftingModel, texts: list[list[int]]) -> list[np.ndarray]:
+    """Return the first drafts of texts, in one step."""
+    return [drafted.first for drafted in draft_all(model, texts, 1)]
 
 
-def test_drafts_have_the_same_bits_on_any_ranks_and_beside_any_rows(written: Write, pool_of: PoolOf) -> None:
+def spread_and_idle(directory: Path) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Return the first drafts of this rank's texts, and those of the first text, which one rank has."""
+    model = open_drafting(directory)
+    return first_drafts(model, own_share(TEXTS)), first_drafts(model, own_share(TEXTS[:1]))
+
+
+@pytest.fixture(scope="module")
+def together(written: Write) -> list[np.ndarray]:
+    """Return the first drafts of all texts on one rank."""
+    return first_drafts(open_drafting(written("glm4_moe", 1).directory), TEXTS)
+
+
+def test_drafts_have_the_same_bits_on_any_ranks_and_beside_any_rows(
+    written: Write, together: list[np.ndarray], pool_of: PoolOf
+) -> None:
     directory = written("glm4_moe", 1).directory
-    together = alone_and_together(directory, TEXTS)
-    alone = [alone_and_together(directory, [text])[0] for text in TEXTS]
-    # A rank without a text runs padded rows while the other has rows.
-    idle = pool_of(2).run(alone_and_together, directory, TEXTS[:1])
-    spread = pool_of(2).run(alone_and_together, directory, TEXTS)
-    assert not idle[1]
-    for ours in (alone, [spread[0][0], spread[1][0], spread[0][1]], idle[0]):
+    model = open_drafting(directory)
+    alone = [first_drafts(model, [text])[0] for text in TEXTS]
+    (first, idle), (second, nothing) = pool_of(2).run(spread_and_idle, directory)
+    assert not nothing, "a rank without a text runs padded rows while the other has rows"
+    for ours in (alone, [first[0], second[0], first[1]], idle):
         for a, b in zip(ours, together, strict=False):
             assert np.array_equal(a, b)
 
@@ -213,10 +224,9 @@ def moved(directory: Path, texts: list[list[int]]) -> tuple[list[np.ndarray], li
 
 
 def test_experts_of_layers_that_draft_are_placed_counted_and_moved_like_others(
-    written: Write, pool_of: PoolOf
+    written: Write, together: list[np.ndarray], pool_of: PoolOf
 ) -> None:
     directory = written("glm4_moe", 1).directory
-    together = alone_and_together(directory, TEXTS)
     rows = [2 * (len(text) - DEPTH) + DEPTH - 1 for text in TEXTS]  # drafting rows; each has two experts
     for rank, (before, after, counted) in enumerate(pool_of(2).run(moved, directory, TEXTS)):
         for a, b, wanted_bits in zip(before, after, together[rank::2], strict=True):

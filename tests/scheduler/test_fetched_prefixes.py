@@ -172,15 +172,14 @@ def test_layers_that_draft_get_their_rows_from_another_node_too(
     check_free(client)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", pytest.param("qwen3_next", marks=pytest.mark.slow)], indirect=True, scope="module"
+)
 def test_a_peer_that_breaks_off_or_lies_about_what_it_sends_changes_no_answer(
-    name: str, tmp_path: Path, engine: Callable[..., Assembled], monkeypatch: pytest.MonkeyPatch
+    family: tuple[Path, Answers], engine: Callable[..., Assembled], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_checkpoint(name, tmp_path)
-    alone = collect(
-        serve(build(tmp_path, max_model_len=160, enable_prefix_caching=False), requests()).outputs
-    )
-    source = engine(tmp_path)
+    directory, alone = family
+    source = engine(directory)
     compute(source, requests())
     send = Channel.send_record
 
@@ -193,22 +192,23 @@ def test_a_peer_that_breaks_off_or_lies_about_what_it_sends_changes_no_answer(
         raise ConnectionResetError
 
     for fault in (damage, break_off):
-        client = engine(tmp_path)
+        client = engine(directory)
         monkeypatch.setattr(Channel, "send_record", fault)
         assert collect(serve(client, at(address_of(source), requests())).outputs) == alone
         figures = client.scheduler.stats.tiers
         assert figures is not None and figures.num_fetches_failed > 0 and figures.peer_hit_tokens == 0
         check_free(client)
-    client = engine(tmp_path)
+    client = engine(directory)
     assert collect(serve(client, at("127.0.0.1:1", requests())).outputs) == alone
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe"], indirect=True, scope="module")
 def test_the_comparison_sees_a_wrong_record(
-    tmp_path: Path, engine: Callable[..., Assembled], monkeypatch: pytest.MonkeyPatch
+    family: tuple[Path, Answers], engine: Callable[..., Assembled], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the checksum, the tests above fail."""
-    write_checkpoint("qwen3_moe", tmp_path)
-    source, client = engine(tmp_path), engine(tmp_path)
+    directory, alone = family
+    source, client = engine(directory), engine(directory)
     compute(source, requests())
     tiers = client.engine._tiers
     assert tiers is not None
@@ -221,7 +221,4 @@ def test_the_comparison_sees_a_wrong_record(
         return keep(key, memoryview(swapped), sum_of_bytes(memoryview(swapped)), **kind)
 
     monkeypatch.setattr(tiers, "keep", keep_another)
-    alone = collect(
-        serve(build(tmp_path, max_model_len=160, enable_prefix_caching=False), requests()).outputs
-    )
     assert collect(serve(client, at(address_of(source), requests())).outputs) != alone

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,12 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple
     return written
 
 
+@pytest.fixture(scope="module")
+def decoded(published: Callable[[str], tuple[Path, Path]]) -> Callable[[str], Loaded]:
+    """Return `decoded(name)`: the model of a checkpoint's decoded values, loaded once."""
+    return cache(lambda name: load(published(name)[1]))
+
+
 FEW = (
     "compressed-tensors int4 around zeros",
     "compressed-tensors NVFP4",
@@ -53,10 +60,10 @@ EACH = [*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in PUBLISHED
 @pytest.mark.crossed("name", every=2)
 @pytest.mark.parametrize("name", EACH)
 def test_logits_have_the_bits_of_the_model_that_is_meant(
-    name: str, published: Callable[[str], tuple[Path, Path]]
+    name: str, published: Callable[[str], tuple[Path, Path]], decoded: Callable[[str], Loaded]
 ) -> None:
-    directory, meant = published(name)
-    loaded, wanted = load(directory), load(meant)
+    directory, _ = published(name)
+    loaded, wanted = load(directory), decoded(name)
     assert_equal_bits(loaded.logits, wanted.logits)
     experts = file_bytes(directory)[1]
     assert abs(loaded.expert_bytes / experts - 1) < 0.02, "experts in memory must have the size of the file's"
@@ -65,9 +72,11 @@ def test_logits_have_the_bits_of_the_model_that_is_meant(
 
 @pytest.mark.crossed("name", every=2)
 @pytest.mark.parametrize("name", EACH)
-def test_another_scale_gives_other_logits(name: str, published: Callable[[str], tuple[Path, Path]]) -> None:
+def test_another_scale_gives_other_logits(
+    name: str, published: Callable[[str], tuple[Path, Path]], decoded: Callable[[str], Loaded]
+) -> None:
     """The control."""
-    directory, meant = published(name)
+    directory, _ = published(name)
 
     def change(tensors: Tensors) -> None:
         scales = [each for each in sorted(tensors) if ".experts." in each and each.endswith(ENDS)]
@@ -82,7 +91,7 @@ def test_another_scale_gives_other_logits(name: str, published: Callable[[str], 
     change_file(directory, change)
     found = load(directory).logits
     (directory / "model.safetensors").write_bytes(before)
-    assert not np.array_equal(found[0], load(meant).logits[0])
+    assert not np.array_equal(found[0], decoded(name).logits[0])
 
 
 ENDS = (".weight_scale", ".weight_scale_inv", ".scales", ".scale")
@@ -103,11 +112,14 @@ AT_TWO_RANKS = ["compressed-tensors int4 around zeros", "ModelOpt, NVFP4 experts
 @pytest.mark.crossed("name", every=3)
 @pytest.mark.parametrize("name", AT_TWO_RANKS)
 def test_two_ranks_read_their_own_experts_and_answer_as_one_does(
-    name: str, published: Callable[[str], tuple[Path, Path]], pool_of: PoolOf
+    name: str,
+    published: Callable[[str], tuple[Path, Path]],
+    decoded: Callable[[str], Loaded],
+    pool_of: PoolOf,
 ) -> None:
-    directory, meant = published(name)
+    directory, _ = published(name)
     ranks: list[Loaded] = pool_of(2).run(load, directory)
-    wanted = load(meant).logits
+    wanted = decoded(name).logits
     for rank, loaded in enumerate(ranks):
         assert abs(loaded.expert_bytes / (file_bytes(directory)[1] / 2) - 1) < 0.02
         assert_equal_bits(loaded.logits, wanted[rank::2])

@@ -119,16 +119,20 @@ def test_llama_equals_transformers_in_any_chunks(tmp_path: Path) -> None:
     assert seeing.error(at_once, swapped(seeing.images)) > 100 * TOLERANCE, "the control did not fail"
 
 
-def test_gemma_equals_transformers_if_images_stay_whole(tmp_path: Path) -> None:
-    seeing = Seeing("gemma4", tmp_path)
-    own = seeing.shapes
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Seeing:
+    return Seeing("gemma4", tmp_path_factory.mktemp("gemma4"))
+
+
+def test_gemma_equals_transformers_if_images_stay_whole(gemma: Seeing) -> None:
+    own = gemma.shapes
     assert [shape.sees_images for shape in own] == [True, False, True, True, False]
-    assert seeing.error(at_once) < TOLERANCE and seeing.error(with_whole_images) < TOLERANCE
+    assert gemma.error(at_once) < TOLERANCE and gemma.error(with_whole_images) < TOLERANCE
     wrong = {
-        "swapped": seeing.error(at_once, swapped(seeing.images)),
-        "cut": seeing.error(in_fives),
-        "causal": seeing.error(at_once, shapes=[replace(shape, sees_images=False) for shape in own]),
-        "both ways everywhere": seeing.error(
+        "swapped": gemma.error(at_once, swapped(gemma.images)),
+        "cut": gemma.error(in_fives),
+        "causal": gemma.error(at_once, shapes=[replace(shape, sees_images=False) for shape in own]),
+        "both ways everywhere": gemma.error(
             at_once, shapes=[replace(shape, sees_images=True) for shape in own]
         ),
     }
@@ -136,8 +140,7 @@ def test_gemma_equals_transformers_if_images_stay_whole(tmp_path: Path) -> None:
 
 
 def test_gemmas_second_embedding_takes_the_padding_token(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gemma: Seeing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seeing = Seeing("gemma4", tmp_path)
-    monkeypatch.setattr(seeing._places, "_more_embeddings", None)
-    assert seeing.error(at_once) > 100 * TOLERANCE
+    monkeypatch.setattr(gemma._places, "_more_embeddings", None)
+    assert gemma.error(at_once) > 100 * TOLERANCE

@@ -70,19 +70,34 @@ def answers_of(built: Assembled, case: Case, *, alone: bool = False) -> Answers:
     return collect(serve(built, *([[each] for each in asked] if alone else [asked, asked])).outputs)
 
 
-@pytest.mark.parametrize("given", [NGRAM, SUFFIX])
-@pytest.mark.parametrize("family", ["qwen3_vl_moe", pytest.param("qwen3_5_moe", marks=pytest.mark.slow)])
-def test_drafts_from_texts_change_no_bit_after_images(family: str, given: str, tmp_path: Path) -> None:
-    case = write(family, tmp_path)
-    wanted = answers_of(build(tmp_path, max_model_len=160), case, alone=True)
-    for settings in SETTINGS:
-        for known in (None, wanted):
-            built = build(
-                tmp_path, max_model_len=160, speculative_config=parse_speculative_config(given), **settings
-            )
-            always_draft(known, counts := [0, 0], built)
-            assert answers_of(built, case) == wanted
-            assert counts[1] > 20 and (known is None or counts[0] > 50)
+@pytest.fixture(scope="module", params=["qwen3_vl_moe", pytest.param("qwen3_5_moe", marks=pytest.mark.slow)])
+def seen_alone(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Case, Answers]:
+    """Return a checkpoint without layers that draft, and the answer to every prompt alone."""
+    case = write(request.param, tmp_path_factory.mktemp(request.param))
+    return case, answers_of(build(case.directory, max_model_len=160), case, alone=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "settings", "knows"),
+    [
+        (NGRAM, SETTINGS[0], False),
+        (NGRAM, SETTINGS[1], True),
+        (SUFFIX, SETTINGS[0], True),
+        (SUFFIX, SETTINGS[1], False),
+    ],
+)
+def test_drafts_from_texts_change_no_bit_after_images(
+    seen_alone: tuple[Case, Answers], given: str, settings: dict[str, Any], knows: bool
+) -> None:
+    """Any two of the source, the step's size, and drafts that are right come together."""
+    case, wanted = seen_alone
+    speculative = parse_speculative_config(given)
+    built = build(case.directory, max_model_len=160, speculative_config=speculative, **settings)
+    always_draft(wanted if knows else None, counts := [0, 0], built)
+    assert answers_of(built, case) == wanted
+    assert counts[1] > 20 and (not knows or counts[0] > 50)
 
 
 @pytest.mark.parametrize(
@@ -187,28 +202,32 @@ def drafting(tmp_path_factory: pytest.TempPathFactory) -> Case:
     return write("qwen3_5_moe", tmp_path_factory.mktemp("drafting"), lambda tensors: tensors)
 
 
-def worst(case: Case, at: int, drafted: Drafted, depth: int) -> float:
-    """Return the largest difference of the logits of drafts of one depth from the reference."""
+def differences(case: Case, at: int, drafted: Drafted) -> list[float]:
+    """Return the largest difference of the logits of drafts from the reference, by depth."""
     assert case.drafter is not None
     sequence, passes = drafted
-    reference = Reference(case.drafter, case.prompts[at], sequence)
-    drafts = [each for each in passes if each.depth == depth and each.position < len(sequence) - 1]
-    assert len(drafts) > 1, "the engine does not draft"
-    wanted = [
-        reference.deeper(each.position, each.token_id) if depth else reference.logits[each.position]
-        for each in drafts
-    ]
-    return max(float(np.abs(each.logits - logits).max()) for each, logits in zip(drafts, wanted, strict=True))
+    reference, worst = Reference(case.drafter, case.prompts[at], sequence), list[float]()
+    for depth in (0, 1):
+        drafts = [each for each in passes if each.depth == depth and each.position < len(sequence) - 1]
+        assert len(drafts) > 1, "the engine does not draft"
+        wanted = [
+            reference.deeper(each.position, each.token_id) if depth else reference.logits[each.position]
+            for each in drafts
+        ]
+        pairs = zip(drafts, wanted, strict=True)
+        worst.append(max(float(np.abs(each.logits - logits).max()) for each, logits in pairs))
+    return worst
 
 
+@pytest.mark.crossed("at", "settings", every=2)
+@pytest.mark.parametrize("settings", SETTINGS, ids=["full", "chunks"])
 @pytest.mark.parametrize("at", [0, 1, pytest.param(4, marks=pytest.mark.slow)])
-def test_drafts_after_images_equal_a_whole_sequence_with_them(at: int, drafting: Case) -> None:
-    for settings in SETTINGS:
-        found = drafts_with(
-            drafting.directory, drafting.prompts[at].token_ids, drafting.images[at], **settings
-        )
-        for depth in (0, 1):
-            assert worst(drafting, at, found, depth) < TOLERANCE
+def test_drafts_after_images_equal_a_whole_sequence_with_them(
+    at: int, settings: dict[str, Any], drafting: Case
+) -> None:
+    prompt, images = drafting.prompts[at].token_ids, drafting.images[at]
+    found = drafts_with(drafting.directory, prompt, images, **settings)
+    assert max(differences(drafting, at, found)) < TOLERANCE
 
 
 @pytest.mark.slow
@@ -218,8 +237,7 @@ def test_drafts_on_the_gpu_path_equal_a_whole_sequence_with_images(
 ) -> None:
     prompt, images = drafting.prompts[0].token_ids, drafting.images[0]
     found = interpreter.run(interpreted_drafts, drafting.directory, prompt, images, timeout_s=400.0)[0]
-    for depth in (0, 1):
-        assert worst(drafting, 0, found, depth) < TOLERANCE
+    assert max(differences(drafting, 0, found)) < TOLERANCE
 
 
 @pytest.mark.parametrize(("part", "missing"), [("axes_of", None), ("rows_in", ())])
@@ -229,4 +247,4 @@ def test_rows_and_positions_of_images_show_in_drafts(
     """The control."""
     monkeypatch.setattr(draft_passes, part, lambda *_arguments: missing)
     found = drafts_with(drafting.directory, drafting.prompts[1].token_ids, drafting.images[1])
-    assert worst(drafting, 1, found, 0) > 100 * TOLERANCE
+    assert differences(drafting, 1, found)[0] > 100 * TOLERANCE

@@ -87,29 +87,22 @@ def opened(checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.crossed("family", every=2)
 @pytest.mark.parametrize("family", ADOPTED)
-def test_programs_give_what_modules_give(family: str, opened: Callable[..., Assembled]) -> None:
-    ours, theirs = opened(family), opened(family, as_modules=True)
-    assert (len(programs(ours)), len(programs(theirs))) == (ADOPTED[family], 0)
-    for found, wanted in zip(forward(ours, BATCHES), forward(theirs, BATCHES), strict=True):
-        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.crossed("family", every=2)
-@pytest.mark.parametrize("family", ADOPTED)
-def test_a_model_that_is_a_program_gives_the_bits_of_its_decoder_and_that_those_of_its_layers(
+def test_programs_give_what_modules_give_and_the_bits_of_programs_of_their_parts(
     family: str, opened: Callable[..., Assembled]
 ) -> None:
-    whole, decoder, layers = (opened(family) for _ in range(3))
-    nets = [built.model.net for built in (whole, decoder, layers)]
-    runs = [getattr(each.forward, "__self__", None) for each in (nets[0], nets[0].model)]
+    """A model is a program. Without it, its decoder is one, and then each of its layers."""
+    ours, theirs = opened(family), opened(family, as_modules=True)
+    assert (len(programs(ours)), len(programs(theirs))) == (ADOPTED[family], 0)
+    whole = forward(ours, BATCHES)
+    for found, wanted in zip(whole, forward(theirs, BATCHES), strict=True):
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    net = ours.model.net
+    runs = [getattr(each.forward, "__self__", None) for each in (net, net.model)]
     is_program = [isinstance(run, kind) for run, kind in zip(runs, (NetProgram, DecoderProgram), strict=True)]
     assert is_program == [bool(ADOPTED[family])] * 2
-    if not ADOPTED[family]:
-        return
-    del nets[1].forward, nets[2].forward, nets[2].model.forward
-    forwards = [forward(built, BATCHES) for built in (whole, decoder, layers)]
-    for ours, theirs, modules in zip(*forwards, strict=True):
-        assert torch.equal(ours, theirs) and torch.equal(theirs, modules)
+    for module in (net, net.model) if ADOPTED[family] else ():
+        del module.forward
+        assert all(map(torch.equal, forward(ours, BATCHES), whole))
 
 
 def test_angles_of_later_positions_are_the_model_s(opened: Callable[..., Assembled]) -> None:
