@@ -105,11 +105,14 @@ class BlockPool:
                 self._retire(block_id)
 
     def pin(self, block_id: int) -> bool:
-        """Keep a published block as it is until `unpin`. Returns False if it is pinned already.
+        """Keep a block as it is until `unpin`: a published one, or one that its holder no longer writes. Returns False if it
+        is pinned already.
 
         A pin is not a hold: a holder of a block also holds those before it.
         """
-        assert block_id in self._prefixes, f"block {block_id} is pinned but was never published"
+        assert block_id in self._prefixes or self._num_holders[block_id], (
+            f"block {block_id} is pinned but free"
+        )
         if block_id in self._pinned:
             return False
         self._cached.pop(block_id, None)
@@ -133,6 +136,10 @@ class BlockPool:
     def keys_of(self, token_ids: Sequence[int], root: bytes = ROOT_KEY) -> list[bytes]:
         """Return the keys of all whole blocks of a prefix, cached or not."""
         return self._prefixes.keys_of(token_ids, root)
+
+    def key_of_tail(self, parent_key: bytes, token_ids: Sequence[int]) -> bytes:
+        """Return the key of the first tokens of a block that is not full. `parent_key`: of the block before it, or a root."""
+        return self._prefixes.key_of_tail(parent_key, token_ids)
 
     def count_held(
         self, token_ids: Sequence[int], num_tokens: int, keys: list[bytes], root: bytes = ROOT_KEY

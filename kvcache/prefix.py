@@ -111,6 +111,13 @@ class PrefixIndex:
         """Return the key of a full block after the prefix of `parent_key`, which is a root key for the first block."""
         return self._key(parent_key, array("I", token_ids).tobytes())
 
+    def key_of_tail(self, parent_key: bytes, token_ids: Sequence[int]) -> bytes:
+        """Return the key of a block's first tokens after the prefix of `parent_key`. No full block has it."""
+        packed_ids = array("I", token_ids).tobytes()
+        return hashlib.blake2b(
+            parent_key + packed_ids, digest_size=KEY_BYTES, key=self._secret, person=b"tail"
+        ).digest()
+
     def key_of_block(self, block_id: int) -> bytes:
         """Return the key of a findable block."""
         return self._entry_of[block_id].key

@@ -154,6 +154,7 @@ class Engine:
         self._lock = threading.Lock()
         self._structures = structures
         self._inbox: deque[Arrival] = deque()  # in order of arrival
+        self._has_news = threading.Event()  # since the loop last looked into the inbox and at the tiers
         self._sleeping_step: int | None = None
         self._told_epoch = 0  # the newest order that the other ranks know
         self._is_stopping = False
@@ -266,6 +267,7 @@ class Engine:
         with self._lock:
             if item is not None:
                 self._inbox.append(item)
+            self._has_news.set()
             if self._sleeping_step is not None:
                 self._doorbell.ring(self._sleeping_step)
 
@@ -362,6 +364,7 @@ class Engine:
         if self._overlapped is not None and self._overlapped.may_overlap:
             self._step_overlapped(self._overlapped, lockstep, agreement, on_step)
             return
+        self._receive_moved(on_step)
         self._structures.masks.begin_step()
         batch = self._step_at(0, agreement)
         self._hand_back(on_step)
@@ -381,6 +384,20 @@ class Engine:
             self._hand_out(on_step, batch.num_tokens)
             if self._runner.makes_drafts:
                 self._make_drafts(batch, agreement)
+
+    def _receive_moved(self, on_step: OnStep) -> None:
+        """Wait a moment for requests that other ranks are releasing for this one, so that the step can continue them."""
+        if self._tiers is None:
+            return
+        begun_s = self._clock()
+        while not self._planned:
+            self._has_news.clear()
+            self._take_news()
+            wait_s = self._scheduler.receive_moved(self._clock(), begun_s)
+            if not wait_s:
+                return
+            self._hand_back(on_step)
+            self._has_news.wait(wait_s)
 
     def _saving_later(self) -> AbstractContextManager[None]:
         """Save the step's blocks only when the layers that draft have also written them."""
@@ -479,8 +496,7 @@ class Engine:
             self.adapters.take(lambda place: place in planned or self._scheduler.uses_adapter(place))
 
     def _plan(self, agreement: Agreement) -> StepBatch:
-        self._take_adapters()
-        self._outputs += self._take_inbox()
+        self._take_news()
         now_s = self._clock()
         self._outputs += self._scheduler.expire(now_s)
         batch = self._scheduler.schedule(
@@ -569,6 +585,11 @@ class Engine:
     def _end_preparation(self) -> None:
         if self._preparation is not None:
             self._preparation.end()
+
+    def _take_news(self) -> None:
+        """Take what other threads gave the loop since the last call."""
+        self._take_adapters()
+        self._outputs += self._take_inbox()
 
     def _take_inbox(self) -> list[RequestOutput]:
         outputs = []

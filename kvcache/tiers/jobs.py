@@ -12,6 +12,9 @@ class SaveJob:
     index: int  # of the block or the slot
     key: bytes
     is_state: bool = False
+    is_tail: bool = (
+        False  # the block is not full: only the rank that continues its request needs it, and soon
+    )
 
 
 @dataclass(eq=False)
@@ -34,9 +37,15 @@ class LoadJob:
     # time.monotonic() until which it waits for blocks that another rank is saving. 0 means that it does not wait. It may change at
     # any time.
     until_s: float = 0.0
+    num_unwanted: int = 0  # the last blocks that are not needed. It may change at any time
     num_loaded: int = 0  # result: the first blocks that are whole, in order
     has_state: bool = False  # result
     sources: list[str] = field(default_factory=list)  # result: the tier of each loaded block
+
+    @property
+    def is_open(self) -> bool:
+        """Whether blocks are missing."""
+        return self.num_loaded < len(self.keys) - self.num_unwanted
 
 
 @dataclass(eq=False)

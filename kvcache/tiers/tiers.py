@@ -334,7 +334,7 @@ class Tiers:
         """Fill the blocks that are there by now. Returns whether the job goes on, and whether parts of blocks were copied."""
         has_copied = False
         try:
-            while load.num_loaded < len(load.keys):
+            while load.is_open:
                 at, is_whole = load.num_loaded, False
                 if early is not None and self._host is not None:
                     with self._without_failures_of(self._host):
@@ -350,13 +350,13 @@ class Tiers:
                     return False, has_copied
                 load.sources.append(source)
                 load.num_loaded += 1
-            if early is not None and self._host is not None and load.num_loaded < len(load.keys):
+            if early is not None and self._host is not None and load.is_open:
                 with self._without_failures_of(self._host):
                     has_copied = early.advance(load)
         except Exception:  # the thread goes on, as in `_work`
             log.exception("A KV block was not copied. It is computed again when it is needed")
             return False, has_copied
-        return load.num_loaded < len(load.keys) and time.monotonic() < load.until_s, has_copied
+        return load.is_open and time.monotonic() < load.until_s, has_copied
 
     def _load(self, load: LoadJob, units: Units) -> None:
         """Fill blocks until one is missing. Blocks without the state that belongs to them are of no use."""
@@ -393,7 +393,7 @@ class Tiers:
         is_in_host = early is not None and self._do_early(partial(early.finish, save))
         if is_in_host:
             self.note(host_store_bytes=units.blocks.num_bytes)
-        for tier in list(self._tiers):
+        for tier in self._tiers[:1] if save.is_tail else list(self._tiers):
             if is_in_host and tier.name == "host":
                 continue
             with self._without_failures_of(tier):

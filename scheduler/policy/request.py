@@ -130,7 +130,7 @@ class RequestOutput:
     num_draft_tokens: int = 0  # drafts tried in the step; all `token_ids` except the last were drafts
     # The rank has released it and forgets it: after `Withdraw`, or with the token after which it hands the request over.
     is_returned: bool = False
-    # First tokens of a request that the rank hands over that are, or will be, in the tiers.
+    # First tokens of a returned request that are, or will be, in the tiers.
     num_saved_tokens: int = 0
     weights: int = 0  # number of the version of the weights that drew the last token; sent with the end
 

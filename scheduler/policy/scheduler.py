@@ -29,6 +29,8 @@ class DuplicateRequestError(ValueError):
 
 
 MOST_COMING_S = 1.0  # for a request that another rank is releasing
+MOST_HOLD_S = 0.02  # for which a step waits for such requests
+MOST_HOLDS = 2  # steps that wait for one of them before it comes, and as many while it loads
 
 
 class SchedulerStats(NamedTuple):
@@ -262,6 +264,8 @@ class Scheduler:
                 f"request id {request.request_id!r} is already being served; ids must be unique"
             )
         sequence = self._sequence_of(request, matcher)
+        if request.request_id in self._roster.coming:
+            sequence.num_holds_left = MOST_HOLDS
         error = why_unservable(request, self._limits) or (matcher.failure if matcher else None)
         reason = FinishReason.ERROR if error else sequence.finish_reason(self._limits.max_model_len)
         if reason is not None:
@@ -282,11 +286,29 @@ class Scheduler:
             sequence.is_long = self._limits.is_long(len(sequence.token_ids))
             self._tables.expect(sequence, now_s)
             if sequence.has_begun:
+                sequence.num_holds_left = MOST_HOLDS
                 self._roster.coming[expected.request_id] = (sequence, now_s + MOST_COMING_S)
             return
         self._roster.coming.pop(expected.request_id, None)
         if self._tables.tiers is not None:
             self._tables.tiers.expect_no_more(expected.request_id)
+
+    def receive_moved(self, now_s: float, begun_s: float) -> float:
+        """Begin and end loads of requests that move here. Returns how long the next step should still wait for them, in seconds.
+
+        Such a request comes within milliseconds after the other rank released it. Its stream would pause for a whole step if
+        the next one began without it.
+
+        Args:
+            begun_s: When the step began to wait, on the clock of `now_s`.
+        """
+        roster, until_s = self._roster, begun_s + MOST_HOLD_S
+        is_alone = not (roster.coming or roster.loading or roster.waiting)
+        if is_alone or len(roster.running) >= self._limits.max_num_seqs:
+            return 0.0
+        self.collect(now_s)
+        self._plans.load_resumed(now_s)
+        return max(0.0, until_s - now_s) if any(each.num_holds_left for each in roster.resuming) else 0.0
 
     def _sequence_of(self, request: Request, matcher: StructureMatcher | None = None) -> Sequence:
         sequence = Sequence.from_request(request, matcher)
@@ -312,8 +334,14 @@ class Scheduler:
             return None
         if sequence.num_admissions and not even_if_begun:
             return RequestOutput(request_id=request_id, token_ids=[])
-        self._end(sequence)
-        return RequestOutput(request_id=request_id, token_ids=[], is_returned=True)
+        num_saved = 0
+        if sequence.num_in_flight:
+            self._end(sequence)
+        else:
+            num_saved = self._hand_over(sequence)
+        return RequestOutput(
+            request_id=request_id, token_ids=[], is_returned=True, num_saved_tokens=num_saved
+        )
 
     def expire(self, now_s: float) -> list[RequestOutput]:
         """End requests with a deadline at `now_s` or before, earliest first."""
@@ -343,6 +371,8 @@ class Scheduler:
         items = self._plans.plan_decodes(most)
         num_decode_tokens = sum([item.num_tokens for item in items])
         batch = self._plans.plan_prompts(items, num_decode_tokens, most, prefill_budget, now_s)
+        for sequence in self._roster.resuming:
+            sequence.num_holds_left = max(0, sequence.num_holds_left - 1)
         if batch.items:
             self._in_flight.append(batch)
         return batch

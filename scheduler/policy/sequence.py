@@ -140,6 +140,7 @@ class Sequence:
     num_offered: int = 0  # of its first blocks, given to the tiers since its last admission
     offers_all: bool = False  # its cached prefix may not be in the tiers: the weights changed since it came
     is_loading: bool = False  # its prefix is on the way from a tier or another node, or to a tier
+    num_holds_left: int = 0  # steps that may still wait for it to move here
     fetch: FetchJob | None = None  # of its prefix from another node
     num_awaited_tokens: int = 0  # as in its request, until it has waited for them
     num_cached_tokens: int = 0  # prompt tokens that the first admission found in the prefix cache

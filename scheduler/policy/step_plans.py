@@ -227,11 +227,14 @@ class StepPlans:
                 break
         if waiting and len(running) >= self._limits.max_num_seqs and not waiting.head.num_in_flight:
             self._waits_for_tier(waiting.head, now_s)
-        # Several requests that move here at once load at once, although a step may begin only some of them.
-        for sequence in waiting.resumed:
+        self.load_resumed(now_s)
+        return items
+
+    def load_resumed(self, now_s: float) -> None:
+        """Begin to load the prefixes of all requests that move here at once, although a step may begin only some of them."""
+        for sequence in self._roster.waiting.resumed:
             if not sequence.num_in_flight:
                 self._waits_for_tier(sequence, now_s)
-        return items
 
     def _waits_for_tier(self, sequence: Sequence, now_s: float) -> bool:
         """Whether a waiting sequence was set aside because its prefix is on the way from a tier."""

@@ -74,7 +74,7 @@ class BlockTables:
     def expect(self, sequence: Sequence, now_s: float) -> None:
         """Begin to load the blocks of a request that another rank will hand over."""
         if self.tiers is not None and self._enable_prefix_caching:
-            self.tiers.expect(sequence, _num_shareable(sequence), now_s)
+            self.tiers.expect(sequence, now_s)
 
     def give_way(self) -> None:
         """Give back the blocks that are not held for running requests of this rank."""
@@ -100,6 +100,8 @@ class BlockTables:
         """
         num_shareable = _num_shareable(sequence) if self._enable_prefix_caching else 0
         num_wanted = self._pool.blocks_for(len(sequence.token_ids)) + num_spare_blocks
+        if self.tiers is not None:
+            num_wanted -= self.tiers.tails.end_of(sequence) > 0
         matched = self._find_prefix(sequence, num_shareable, num_wanted)
         if matched is None:
             return False
@@ -108,7 +110,10 @@ class BlockTables:
         sequence.block_ids = matched
         # A hand-over needs all blocks in the tiers. Those of a cached prefix may have been replaced there.
         sequence.num_offered = 0 if sequence.request.hands_over or sequence.offers_all else len(matched)
-        sequence.num_computed = sequence.num_planned = len(matched) * self._pool.block_tokens
+        sequence.num_computed = len(matched) * self._pool.block_tokens
+        if self.tiers is not None:
+            sequence.num_computed += self.tiers.tails.take(sequence, num_shareable)
+        sequence.num_planned = sequence.num_computed
         sequence.num_prefill_tokens = sequence.num_prefillable
         sequence.num_admissions += 1
         looks_up = self._enable_prefix_caching and not sequence.wants_prompt_logprobs
@@ -247,7 +252,7 @@ class BlockTables:
         sequence.num_computed = end
 
     def coming_blocks(self, sequence: Sequence, start: int, end: int) -> list[tuple[int, bytes]]:
-        """Return the blocks that tokens [start, end) fill and that will be published, and their keys."""
+        """Return the blocks that tokens [start, end) fill and that will be saved, and their keys."""
         pool, size = self._pool, self._pool.block_tokens
         first, last = start // size, min(end, sequence.num_prefillable) // size
         parent = sequence.root_key
@@ -256,7 +261,12 @@ class BlockTables:
                 return []
             parent = pool.key_of(sequence.block_ids[first - 1])
         keys = pool.keys_of(sequence.key_ids[first * size : last * size], parent)
-        return list(zip(sequence.block_ids[first:last], keys, strict=True))
+        blocks = list(zip(sequence.block_ids[first:last], keys, strict=True))
+        token_ids = sequence.key_ids[last * size : end]
+        if token_ids and end == len(sequence.token_ids) == sequence.num_prefillable and self._states is None:
+            key = pool.key_of_tail(keys[-1] if keys else parent, token_ids)
+            blocks.append((sequence.block_ids[last], key))
+        return blocks
 
     def hand_over(self, sequence: Sequence) -> int:
         """Release a sequence that another rank continues. Its last step must be committed.
@@ -266,7 +276,7 @@ class BlockTables:
         """
         tiers, size = self.tiers, self._pool.block_tokens
         num_full = min(sequence.num_computed, sequence.num_prefillable) // size
-        if tiers is None or not self._enable_prefix_caching or not num_full:
+        if tiers is None or not self._enable_prefix_caching or not sequence.num_computed:
             self.vacate(sequence)
             return 0
         # The newest state at the end of a block is that of the last full block, or of the one before.
@@ -275,9 +285,11 @@ class BlockTables:
         tiers.offer_blocks(
             sequence, num_full, is_bounded=False
         )  # it held them until now, and its next rank waits
+        num_saved, num_computed = sequence.num_offered * size, sequence.num_computed
+        has_tail = sequence.num_offered == num_full and tiers.offer_tail(sequence)
         self.vacate(sequence)
         if self._states is None:
-            return sequence.num_offered * size
+            return num_computed if has_tail else num_saved
         for end, key in zip(ends, keys, strict=True):
             if end <= sequence.num_offered and tiers.keeps_state(key):
                 return end * size
@@ -289,6 +301,8 @@ class BlockTables:
             self.leaving.add(sequence)
             return
         self.leaving.discard(sequence)
+        if self.tiers is not None:
+            self.tiers.tails.drop(sequence.request.request_id)
         if self.tiers is not None and self._enable_prefix_caching:
             self.tiers.offer_last_blocks(sequence)
         self._pool.release(sequence.block_ids)

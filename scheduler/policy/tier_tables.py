@@ -17,6 +17,7 @@ is looked up, at most `MOST_AWAIT_S`. On another node, the server of that node w
 
 A rank that expects a request loads its blocks while the other rank computes them or releases it, so that few are left when it
 arrives. It takes blocks for this only while it has twice as many free, and gives them back if the request does not come.
+The last block of a request that moves need not be full (`scheduler.policy.tails`).
 """
 
 from collections import Counter
@@ -27,6 +28,7 @@ from kvcache.states import StatePool
 from kvcache.tiers.figures import TierFigures
 from kvcache.tiers.jobs import FetchJob, LoadJob, SaveJob
 from scheduler.policy.sequence import Sequence, SequenceStatus
+from scheduler.policy.tails import Tail, Tails
 
 MOST_LOAD_S = 3.0  # also of a fetch
 MOST_AWAIT_S = 0.5
@@ -73,6 +75,7 @@ class _Loading(NamedTuple):
     token_ids: list[int]  # of the loaded blocks
     until_s: float
     secret: bytes
+    tail_end: int = 0  # `Tail.end`, if the last block is one
 
 
 class _Fetching(NamedTuple):
@@ -99,6 +102,7 @@ class TierTables:
         self._awaited: dict[Sequence, _Awaited] = {}
         self._expected: dict[str, LoadJob] = {}  # by id of a request that has not begun here
         self._arrived: list[LoadJob] = []  # of requests that came since the last `collect`
+        self.tails = Tails(pool)
         self._saved_states: set[bytes] = set()  # keys of states with open saves
         self._num_saves = {False: 0, True: 0}  # open ones: of blocks, and of states
         self._most_saves = {
@@ -113,8 +117,8 @@ class TierTables:
 
     @property
     def has_jobs(self) -> bool:
-        """Whether a save or a load was not taken back yet."""
-        return bool(self._loads or any(self._num_saves.values()))
+        """Whether a save or a load was not taken back yet, or a loaded block is kept."""
+        return bool(self._loads or self.tails or any(self._num_saves.values()))
 
     def offer_blocks(self, sequence: Sequence, num_published: int, *, is_bounded: bool = True) -> None:
         """Save the sequence's first blocks, up to `num_published`, that were not offered before.
@@ -134,6 +138,20 @@ class TierTables:
         num_published = min(sequence.num_computed, sequence.num_prefillable) // self._pool.block_tokens
         self.offer_blocks(sequence, num_published)
         self._tiers.note(num_dropped=max(0, num_published - sequence.num_offered))
+
+    def offer_tail(self, sequence: Sequence) -> bool:
+        """Save the last block of a sequence that another rank continues, if all tokens but its last one are computed and
+        the block is not full. Returns whether it is saved."""
+        pool, end = self._pool, sequence.num_computed
+        at, num_tokens = divmod(end, pool.block_tokens)
+        is_whole = end == len(sequence.token_ids) - 1 and end <= sequence.num_prefillable
+        if self._states is not None or not num_tokens or not is_whole:
+            return False
+        key = self.tails.key_of(sequence, at, end)
+        pool.pin(sequence.block_ids[at])
+        self._num_saves[False] += 1
+        self._tiers.save(SaveJob(sequence.block_ids[at], key, is_tail=True))
+        return True
 
     def offer_state(self, slot: int, key: bytes) -> None:
         """Save a published snapshot that no promise depends on."""
@@ -189,7 +207,7 @@ class TierTables:
             return True
         if sequence.num_looked == sequence.num_admissions + 1:
             return False
-        if self._expected and self._joins_expected(sequence, now_s):
+        if self._expected and self._joins_expected(sequence, num_shareable, now_s):
             return True
         pool, token_ids, root = self._pool, sequence.key_ids, sequence.root_key
         if pool.blocks_for(len(token_ids)) + num_spare > pool.num_free:
@@ -200,47 +218,56 @@ class TierTables:
             return True
         sequence.num_looked = sequence.num_admissions + 1
         matched = pool.match(token_ids[:num_shareable], root)
-        if not num_blocks or (len(matched) == num_blocks and self._states is None):
+        # Another rank of this host is saving all that need not be computed, so also the tail.
+        is_saved = sequence.request.num_awaited_tokens == num_shareable and not sequence.request.prefix_at
+        tail_end = num_shareable if is_saved else 0
+        has_tail = tail_end % pool.block_tokens > 0 and self.tails.end_of(sequence) != tail_end
+        is_cached = len(matched) == num_blocks and self._states is None
+        if not has_tail and (is_cached or not num_blocks):
             return False
         self._tiers.note(num_lookups=1)
-        keys = pool.keys_of(token_ids[: num_blocks * pool.block_tokens], root)
-        load = self._find(keys, len(matched))
+        size, keys = pool.block_tokens, pool.keys_of(token_ids[: num_blocks * pool.block_tokens], root)
+        load = None if is_cached else self._find(keys, len(matched))
+        num_found = len(matched) + (len(load.keys) if load else 0)
+        has_tail = has_tail and num_found == num_blocks
+        if has_tail:
+            key = pool.key_of_tail(keys[-1] if keys else root, token_ids[num_blocks * size : tail_end])
+            load = LoadJob([*keys[len(matched) :], key], until_s=now_s + MOST_AWAIT_S)
         if load is None:
             return False
         pool.share(matched)
-        size, num_loads = pool.block_tokens, len(load.keys)
-        load.block_ids = pool.acquire(num_loads)
-        begin = len(matched) * size
+        load.block_ids = pool.acquire(len(load.keys))
         self._loads[load] = _Loading(
-            sequence, sequence.num_admissions, matched, root, token_ids[begin : begin + num_loads * size],
-            now_s + MOST_LOAD_S, self._tiers.secret,
+            sequence, sequence.num_admissions, matched, root, token_ids[len(matched) * size : num_found * size],
+            now_s + MOST_LOAD_S, self._tiers.secret, tail_end if has_tail else 0,
         )  # fmt: skip
         sequence.is_loading = True
         self._tiers.load(load)
         return True
 
-    def expect(self, sequence: Sequence, num_shareable: int, now_s: float) -> None:
-        """Begin to load the blocks of a request that another rank runs and will hand over.
-
-        Args:
-            num_shareable: As for `look`.
-        """
+    def expect(self, sequence: Sequence, now_s: float) -> None:
+        """Begin to load the blocks of a request that another rank runs and will hand over, with one token more than now."""
         pool, token_ids, root = self._pool, sequence.key_ids, sequence.root_key
-        size, num_blocks = pool.block_tokens, num_shareable // pool.block_tokens
+        size, num_shareable = pool.block_tokens, sequence.num_prefillable
+        num_blocks = num_shareable // size
         matched = pool.match(token_ids[:num_shareable], root)
-        num_loads = num_blocks - len(matched)
+        has_tail = self._states is None and num_shareable == len(token_ids) and num_shareable % size > 0
+        tail_end = num_shareable if has_tail else 0
+        num_loads = num_blocks - len(matched) + has_tail
         if num_loads <= 0 or sequence.request.request_id in self._expected:
             return
         pool.share(matched)  # blocks without a holder count as free until now
         if 2 * num_loads > pool.num_free:
             pool.release(matched)
             return
-        keys = pool.keys_of(token_ids[: num_blocks * size], root)[len(matched) :]
-        load = LoadJob(keys, pool.acquire(num_loads), until_s=now_s + MOST_EXPECT_S)
+        keys = pool.keys_of(token_ids[: num_blocks * size], root)
+        if has_tail:
+            keys.append(pool.key_of_tail(keys[-1] if keys else root, token_ids[num_blocks * size :]))
+        load = LoadJob(keys[len(matched) :], pool.acquire(num_loads), until_s=now_s + MOST_EXPECT_S)
         self._expected[sequence.request.request_id] = load
         self._loads[load] = _Loading(
             sequence, sequence.num_admissions, matched, root, token_ids[len(matched) * size : num_blocks * size],
-            load.until_s, self._tiers.secret,
+            load.until_s, self._tiers.secret, tail_end,
         )  # fmt: skip
         self._tiers.load(load)
 
@@ -249,6 +276,7 @@ class TierTables:
         load = self._expected.pop(request_id, None)
         if load is not None:
             load.until_s = _NOW_S
+        self.tails.drop(request_id)
 
     def note_arrival(self, request_id: str) -> None:
         """Bound the time of what loads for a request that has come: its other rank saves nothing more."""
@@ -259,13 +287,19 @@ class TierTables:
         """Give back the blocks of all expected requests, because one that has come needs them."""
         for load in self._expected.values():
             load.until_s = _NOW_S
+        self.tails.drop_all()
 
-    def _joins_expected(self, sequence: Sequence, now_s: float) -> bool:
+    def _joins_expected(self, sequence: Sequence, num_shareable: int, now_s: float) -> bool:
         """Let a request that was expected wait for the rest of its blocks. Returns whether it waits."""
         load = self._expected.pop(sequence.request.request_id, None)
         if load is None or load not in self._loads:
             return False
         most_s = MOST_AWAIT_S if sequence.num_awaited_tokens else MOST_JOIN_S
+        # Its last rank may have computed more tokens, or fewer, than were announced.
+        num_saved, tail_end = sequence.num_awaited_tokens or num_shareable, self._loads[load].tail_end
+        if tail_end != num_saved:
+            num_full = num_saved // self._pool.block_tokens - len(self._loads[load].matched)
+            load.num_unwanted = len(load.keys) - min(num_full, len(load.keys) - bool(tail_end))
         sequence.num_awaited_tokens = 0  # it does not wait for them twice
         load.until_s = min(load.until_s, now_s + most_s)
         self._loads[load] = self._loads[load]._replace(
@@ -323,7 +357,7 @@ class TierTables:
                     self._saved_states.discard(job.key)
                     self._states.give(job.index)
             elif isinstance(job, LoadJob):
-                self._end_load(job, self._loads.pop(job))
+                self._end_load(job, self._loads.pop(job), now_s)
             elif job in self._fetches:
                 self._fetches.pop(job).sequence.is_loading = False
         for loading in self._loads.values():
@@ -337,15 +371,24 @@ class TierTables:
             if now_s > awaited.until_s or self._has_both(awaited.key):
                 sequence.is_loading = False
                 del self._awaited[sequence]
+        self.tails.expire(now_s)
 
-    def _end_load(self, load: LoadJob, loading: _Loading) -> None:
-        """Publish what was loaded, and release everything."""
-        pool, states, size = self._pool, self._states, self._pool.block_tokens
-        request_id = loading.sequence.request.request_id
+    def _end_load(self, load: LoadJob, loading: _Loading, now_s: float) -> None:
+        """Publish what was loaded, and release everything but a tail."""
+        pool, states, size, sequence = self._pool, self._states, self._pool.block_tokens, loading.sequence
+        request_id = sequence.request.request_id
+        is_wanted = sequence.is_loading and sequence.status is SequenceStatus.WAITING
         if self._expected.get(request_id) is load:
             del self._expected[request_id]
+            is_wanted = True
         is_valid = loading.secret == self._tiers.secret  # otherwise all prefixes were forgotten meanwhile
-        num_loaded = load.num_loaded if is_valid else 0
+        kept, num_full = list(load.block_ids), len(load.block_ids)
+        if loading.tail_end:
+            num_full -= 1
+            if is_valid and is_wanted and load.num_loaded > num_full:
+                tail = Tail(kept.pop(), load.keys[-1], loading.tail_end, now_s + MOST_LOAD_S)
+                self.tails.put(request_id, tail)
+        num_loaded = min(load.num_loaded, num_full) if is_valid else 0
         parent = loading.matched[-1] if loading.matched else None
         for index in range(num_loaded):
             tokens = loading.token_ids[index * size : (index + 1) * size]
@@ -357,7 +400,6 @@ class TierTables:
                 states.publish(load.slot, load.state_key)
             if load.state_key is not None:
                 states.give(load.slot)
-        sequence = loading.sequence
         if sequence.is_loading and loading.num_admissions == 0:
             fetched = sequence.fetch.keys if sequence.fetch else ()
             sources = Counter(
@@ -369,7 +411,7 @@ class TierTables:
             sequence.num_peer_tokens = sources["peer"] * size
             self._tiers.note(**{f"{source}_hit_tokens": count * size for source, count in sources.items()})
         sequence.is_loading = False
-        pool.release([*loading.matched, *load.block_ids])
+        pool.release([*loading.matched, *kept])
 
     def forget(self, generation: int) -> bytes:
         """Forget the records of older generations. Returns the secret of the keys from now on."""

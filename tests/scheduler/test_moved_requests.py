@@ -1,9 +1,11 @@
 """A request that moves to another rank at every step of its answer gets the bits that it gets without a move.
 
 Two ranks run in lock-step. Before a step they exchange what moves: the rank that released a request passes it with its
-delivered tokens, and the other rank submits it. A control passes a wrong token.
+delivered tokens, and the other rank submits it. With tiers, a rank also announces what it will release. A control passes a wrong
+token.
 """
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -16,13 +18,16 @@ import torch.distributed as dist
 from benchmarks.models.foreseeing import foresee
 from dispatch.dispatcher import Dispatcher
 from scheduler.assembly import Assembled
-from scheduler.policy.request import RankStats, Request, RequestOutput, Structure
+from scheduler.policy import scheduler as policy
+from scheduler.policy import tier_tables
+from scheduler.policy.batch import StepBatch
+from scheduler.policy.request import Expected, RankStats, Request, RequestOutput, Structure
 from scheduler.policy.speculative import parse_speculative_config
 from scheduler.step.lockstep import Agreement
 from tests.conftest import PoolOf
 from tests.scheduler.drafts.test_served_drafts import MTP, SHARE, SUFFIX, always_draft
 from tests.scheduler.test_overlapped_steps import BYTES, DRAWN, END, STOPS, Answer
-from tests.support.engines.serving import build, occupy, request
+from tests.support.engines.serving import PATIENCE_S, build, occupy, request, serve
 from tests.support.models.families import write_checkpoint
 from tests.support.models.mtp import write_mtp_checkpoint
 
@@ -75,6 +80,8 @@ class Mover:
         self._num_before = dict.fromkeys(self._here, 0)  # tokens that a request had when it came here
         self._withdrawn = set[str]()
         self._leaving: list[tuple[Request, Answer]] = []
+        self._announced: list[Request] = []
+        self._announces = built.engine._tiers is not None
         lockstep = built.engine._lockstep
         assert lockstep is not None, "it serves from the start"
         self._agree = lockstep.agree
@@ -103,13 +110,16 @@ class Mover:
             own.prompt_logprobs.extend(output.prompt_logprobs)
             own.ends.extend([output.finish_reason] if output.finish_reason else [])
             if output.is_returned:
-                self._release(name)
+                self._release(output)
             elif own.ends:
                 assert name in self._here, "an output came after the release"
                 del self._here[name]
             elif self._is_due(name):
                 self._withdrawn.add(name)
                 self._engine.withdraw(name, even_if_begun=True)
+                if self._announces:
+                    tokens = tuple(self.found[name].token_ids)
+                    self._announced.append(replace(self._here[name], replayed_ids=tokens))
 
     def _is_due(self, name: str) -> bool:
         num_new = len(self.found[name].token_ids) - self._num_before[name]
@@ -117,22 +127,29 @@ class Mover:
         may_move = every and not name.startswith("stays") and name not in self._withdrawn
         return bool(may_move) and num_new >= every
 
-    def _release(self, name: str) -> None:
+    def _release(self, output: RequestOutput) -> None:
+        name = output.request_id
         self.num_released += 1
         self._withdrawn.discard(name)
         answer = self.found.pop(name)
         tokens = answer.token_ids
         if self._falsifies and tokens:
             tokens = [*tokens[:-1], tokens[-1] ^ 1]
-        self._leaving.append((replace(self._here.pop(name), replayed_ids=tuple(tokens)), answer))
+        moved = replace(
+            self._here.pop(name), replayed_ids=tuple(tokens), num_awaited_tokens=output.num_saved_tokens
+        )
+        self._leaving.append((moved, answer))
 
     def _exchange_and_agree(self) -> Agreement:
         everything: list[Any] = [None, None]
-        dist.all_gather_object(everything, (self._leaving, len(self._here)))
-        self._leaving = []
-        if not any(leaving or num_here for leaving, num_here in everything):
+        dist.all_gather_object(everything, (self._leaving, self._announced, len(self._here)))
+        self._leaving, self._announced = [], []
+        if not any(leaving or num_here for leaving, _, num_here in everything):
             self._engine.stop()
-        for moved, answer in everything[1 - dist.get_rank()][0]:
+        coming, announced, _ = everything[1 - dist.get_rank()]
+        for each in announced:
+            self._engine.expect(Expected(each.request_id, each))
+        for moved, answer in coming:
             name = moved.request_id
             self._here[name], self.found[name] = moved, answer
             self._num_before[name] = len(answer.token_ids)
@@ -330,6 +347,61 @@ def test_requests_with_a_cache_in_8_bits_move_at_every_step(
     directory, _ = served("qwen3_moe")
     coded = {"kv_cache_dtype": kv_cache_dtype}
     check(pool_of, directory, coded, unmoved(pool_of, directory, coded))
+
+
+def test_a_step_waits_for_a_request_that_another_rank_is_releasing(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank plays both parts. The request comes while its step waits, and continues in it without a token computed again."""
+    monkeypatch.setattr(policy, "MOST_HOLD_S", PATIENCE_S)
+    monkeypatch.setattr(tier_tables, "MOST_AWAIT_S", PATIENCE_S)
+    moves = request("moves", range(3, 12), max_tokens=30)
+    stays = request("stays", range(30, 40), max_tokens=40)
+    wanted = serve(build(directory, **LIMITS), [moves, stays]).token_ids
+    built = build(directory, **LIMITS, kv_offloading_bytes=64 << 20)
+    engine, run, leaving = built.engine, built.runner.run, list[Request]()
+    found: dict[str, list[int]] = {"moves": [], "stays": []}
+    num_computed: dict[str, list[int]] = {"moves": [], "stays": []}  # in each step
+
+    class News(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            if leaving:
+                engine.submit(leaving.pop())
+            return super().wait(timeout)
+
+    def recorded(batch: StepBatch, *arguments: Any, **options: Any) -> Any:
+        for item in batch.items:
+            num_computed[item.sequence.request.request_id].append(item.num_tokens)
+        return run(batch, *arguments, **options)
+
+    def on_step(outputs: list[RequestOutput], _stats: RankStats) -> None:
+        for output in outputs:
+            found[output.request_id] += output.token_ids
+        so_far = replace(moves, replayed_ids=tuple(found["moves"]))
+        if any(output.is_returned for output in outputs):
+            leaving.append(replace(so_far, num_awaited_tokens=outputs[0].num_saved_tokens))
+        elif outputs and len(found["moves"]) in (1, 6, 7, 8, 9, 22):
+            engine.expect(Expected("moves", so_far))
+            engine.withdraw("moves", even_if_begun=True)
+
+    built.runner.run = recorded  # type: ignore[method-assign]
+    engine._has_news = News()
+    engine.waves.append([moves, stays])  # type: ignore[attr-defined]
+    engine.run(on_step)
+    engine.close()
+    assert found == wanted
+    assert num_computed == {"moves": [9, *[1] * 29], "stays": [10, *[1] * 39]}
+    built.scheduler.collect(0.0)
+    assert built.scheduler.stats.num_free_blocks == built.scheduler.stats.num_blocks
+
+
+def test_a_step_waits_only_a_moment_for_a_request_that_does_not_come(directory: Path) -> None:
+    built = build(directory, **LIMITS, kv_offloading_bytes=64 << 20)
+    never = replace(request("never", range(3, 12)), replayed_ids=(4, 5))
+    stays = request("stays", range(30, 40), max_tokens=20)
+    built.engine.expect(Expected("never", never))
+    assert len(serve(built, [stays]).token_ids["stays"]) == 20
+    built.engine.close()
 
 
 def test_a_wrong_token_in_a_move_is_seen(pool_of: PoolOf, served: Served) -> None:

@@ -10,7 +10,7 @@ from kvcache.prefix import ROOT_KEY, with_weights
 from kvcache.states import StatePool
 from scheduler.policy.request import Expected, Request, RequestOutput
 from scheduler.policy.scheduler import MOST_COMING_S, Scheduler
-from scheduler.policy.tier_tables import MOST_AWAIT_S, MOST_JOIN_S
+from scheduler.policy.tier_tables import MOST_AWAIT_S, MOST_JOIN_S, MOST_LOAD_S
 from tests.scheduler.policy.test_tier_tables import ask
 from tests.support.engines.fake_tiers import FakeTiers
 from tests.support.engines.policy_cases import BLOCK_TOKENS, rank_of, request_of, step
@@ -68,13 +68,13 @@ def go_on(rank: PlannedRank, request: Request, output: RequestOutput) -> int:
 
 @pytest.mark.parametrize("length", [3, 4, 5, 31, 32, 33, 63, 64, 65])
 @pytest.mark.parametrize("batched", [8, 9, 32, 80])
-def test_the_next_rank_computes_less_than_a_block_again(length: int, batched: int) -> None:
+def test_the_next_rank_computes_only_the_last_token(length: int, batched: int) -> None:
     first = rank_of_host(batched=batched)
     second = rank_of_host(other=first)
     request = ask("r", prompt_of(length), max_tokens=9)
     output = begin(first, request)
-    assert output.num_saved_tokens == length // BLOCK_TOKENS * BLOCK_TOKENS
-    assert go_on(second, request, output) == length % BLOCK_TOKENS + 1
+    assert output.num_saved_tokens == length
+    assert go_on(second, request, output) == 1
     assert first.scheduler.stats.num_running == 0
 
 
@@ -97,7 +97,7 @@ def test_a_cached_prefix_that_the_tiers_lost_is_saved_again() -> None:
     request = ask("r", prompt_of(35), max_tokens=5)
     output = begin(first, request)
     assert first.outputs["r"][-1].num_cached_tokens == 32
-    assert go_on(second, request, output) == 4
+    assert go_on(second, request, output) == 1
 
 
 def test_a_token_that_ends_the_request_ends_it_and_hands_nothing_over() -> None:
@@ -192,7 +192,7 @@ def test_prompt_logprobs_go_with_the_first_token_and_are_not_computed_again() ->
     request = ask("r", prompt_of(33), max_tokens=5, num_prompt_logprobs=0)
     output = begin(first, request)
     assert len(output.prompt_logprobs) == 32
-    assert go_on(second, request, output) == 2
+    assert go_on(second, request, output) == 1
     assert second.num_scored == 0
 
 
@@ -240,7 +240,7 @@ def test_a_request_that_does_not_come_gives_its_blocks_back_at_once() -> None:
     first = rank_of_host()
     second = rank_of_host(other=first)
     expect(second, ask("r", prompt_of(33)))
-    assert second.pool.num_free == second.pool.num_blocks - 33 // BLOCK_TOKENS
+    assert second.pool.num_free == second.pool.num_blocks - second.pool.blocks_for(33)
     second.scheduler.expect(Expected("other", None), 0.0)
     second.scheduler.expect(Expected("r", None), 0.0)
     second.scheduler.collect(0.0)
@@ -250,9 +250,9 @@ def test_a_request_that_does_not_come_gives_its_blocks_back_at_once() -> None:
 def test_no_block_is_taken_for_a_request_that_is_expected_if_half_of_them_are_in_use() -> None:
     second = rank_of_host(num_blocks=24)
     expect(second, ask("r", prompt_of(53)))
-    assert second.pool.num_free == 24, "13 blocks of 24"
-    expect(second, ask("s", prompt_of(49)))
-    expect(second, ask("s", prompt_of(49)))
+    assert second.pool.num_free == 24, "14 blocks of 24"
+    expect(second, ask("s", prompt_of(48)))
+    expect(second, ask("s", prompt_of(48)))
     assert second.pool.num_free == 12, "12 blocks, once"
 
 
@@ -270,7 +270,7 @@ def test_cached_blocks_that_an_expected_request_shares_do_not_count_as_free_for_
 
 @pytest.mark.parametrize(
     ("num_saving", "most_s"),
-    [(32, MOST_AWAIT_S), (0, MOST_JOIN_S)],
+    [(33, MOST_AWAIT_S), (0, MOST_JOIN_S)],
     ids=["its last rank saves", "all is saved"],
 )
 def test_an_expected_request_that_comes_early_waits_for_its_blocks_a_bounded_time(
@@ -307,6 +307,122 @@ def test_an_expected_request_that_comes_during_a_slow_load_waits_as_for_any_load
     assert [(item.start, item.num_tokens) for item in second.plan(now_s=2 * MOST_AWAIT_S).items] == [(32, 2)]
 
 
+def moved(rank: PlannedRank, request: Request, num_more: int = 0) -> Request:
+    """Withdraw a request, perhaps after more steps, and return what another rank gets."""
+    for _ in range(num_more):
+        rank.plan()
+        rank.finish()
+    output = rank.scheduler.withdraw(request.request_id, even_if_begun=True)
+    assert output is not None and output.is_returned
+    rank.scheduler.collect(0.0)
+    tokens = (*request.replayed_ids, *rank.tokens_of(request.request_id))
+    return replace(request, replayed_ids=tokens, num_awaited_tokens=output.num_saved_tokens)
+
+
+@pytest.mark.parametrize("length", [3, 4, 5, 31, 32, 33])
+@pytest.mark.parametrize("num_steps", [2, 3, 4, 5])
+@pytest.mark.parametrize("num_unseen", [0, 1, 2])
+def test_an_expected_request_continues_at_its_last_token(
+    length: int, num_steps: int, num_unseen: int
+) -> None:
+    """When the front announces the request, it has not seen some of its newest tokens."""
+    first = rank_of_host(batched=80)
+    second = rank_of_host(other=first)
+    request = ask("r", prompt_of(length), max_tokens=9)
+    first.scheduler.add(request)
+    for _ in range(num_steps):
+        first.plan()
+        first.finish()
+    seen = tuple(first.tokens_of("r")[: num_steps - num_unseen])
+    expect(second, replace(request, replayed_ids=seen))
+    comes = moved(first, request)
+    assert first.pool.num_free == first.pool.num_blocks
+    second.scheduler.add(comes)
+    planned = next(items for items in (second.plan().items for _ in range(4)) if items)
+    assert [(item.start, item.num_tokens) for item in planned] == [(length + num_steps - 1, 1)]
+    second.finish()
+    second.drain()
+    assert [*comes.replayed_ids, *second.tokens_of("r")] == serve_alone(request, LENGTH)[0]
+    assert second.pool.num_free == second.pool.num_blocks
+
+
+@pytest.mark.parametrize("length", [3, 4, 5, 31, 32, 33])
+def test_an_expected_request_that_is_handed_over_continues_at_its_first_token(length: int) -> None:
+    first = rank_of_host(batched=80)
+    second = rank_of_host(other=first)
+    request = ask("r", prompt_of(length), max_tokens=9)
+    expect(second, request)
+    output = begin(first, request)
+    second.scheduler.collect(0.0)
+    assert go_on(second, request, output) == 1
+    assert second.pool.num_free == second.pool.num_blocks
+
+
+def test_a_request_with_more_tokens_than_announced_loads_its_own_tail() -> None:
+    first = rank_of_host(batched=80)
+    second = rank_of_host(other=first)
+    request = ask("r", prompt_of(33), max_tokens=9)
+    first.scheduler.add(request)
+    first.plan()
+    first.finish()
+    expect(second, request)
+    comes = moved(first, request, num_more=1)
+    second.scheduler.add(comes)
+    assert not second.plan(now_s=0.0).items, "it leaves out the announced tail, which is not saved"
+    assert not second.plan(now_s=0.0).items
+    assert [(item.start, item.num_tokens) for item in second.plan(now_s=0.0).items] == [(34, 1)]
+    second.finish()
+    second.drain()
+    assert [*comes.replayed_ids, *second.tokens_of("r")] == serve_alone(request, LENGTH)[0]
+    assert second.pool.num_free == second.pool.num_blocks
+
+
+def announced(second: PlannedRank, first: PlannedRank) -> Request:
+    """Return a request that moves to the second rank after all its blocks are loaded there."""
+    request = ask("r", prompt_of(33), max_tokens=9)
+    first.scheduler.add(request)
+    for _ in range(2):
+        first.plan()
+        first.finish()
+    expect(second, request)
+    comes = moved(first, request)
+    second.scheduler.collect(0.0)
+    assert second.pool.num_free == second.pool.num_blocks - 1, "the last block is kept for the request"
+    assert second.scheduler.holds_blocks
+    return comes
+
+
+@pytest.mark.parametrize(
+    "end", ["stays", "ends", "is overdue", "gives way", "has other tokens", "prefixes are forgotten"]
+)
+def test_a_loaded_tail_that_is_not_used_is_given_back(end: str) -> None:
+    first = rank_of_host()
+    second = rank_of_host(other=first)
+    comes = announced(second, first)
+    if end == "stays":
+        second.scheduler.expect(Expected("r", None), 0.0)
+    elif end == "ends":
+        second.scheduler.add(comes)
+        second.scheduler.abort("r")
+    elif end == "is overdue":
+        second.scheduler.collect(2 * MOST_LOAD_S)
+    elif end == "gives way":
+        other = ask("other", prompt_of(94), max_tokens=2)  # it needs all blocks
+        second.scheduler.add(other)
+        assert not second.plan().items
+        second.drain()
+        assert second.tokens_of("other") == serve_alone(other, LENGTH)[0]
+    else:
+        if end == "has other tokens":
+            comes = replace(comes, prompt_ids=(*comes.prompt_ids[:-1], 2))
+        else:
+            second.scheduler.forget_prefixes(1)
+        second.scheduler.add(replace(comes, num_awaited_tokens=0))
+        second.drain()
+        assert second.outputs["r"][0].num_cached_tokens == (32 if end == "has other tokens" else 0)
+    assert second.pool.num_free == second.pool.num_blocks
+
+
 @pytest.mark.parametrize("end", ["comes", "stays", "is overdue"])
 def test_a_rank_announces_the_last_tokens_of_a_begun_request_that_another_rank_releases(end: str) -> None:
     first = rank_of_host()
@@ -333,7 +449,7 @@ def test_a_rank_announces_the_last_tokens_of_a_begun_request_that_another_rank_r
 
 def test_blocks_for_an_expected_request_are_given_back_if_another_one_needs_them() -> None:
     second = rank_of_host(num_blocks=24)
-    expect(second, ask("r", prompt_of(49)))
+    expect(second, ask("r", prompt_of(48)))
     other = ask("other", prompt_of(60), max_tokens=3)
     second.scheduler.add(other)
     assert not second.plan().items, "12 blocks are free"

@@ -136,9 +136,14 @@ class TwoRanksMachine(RuleBasedStateMachine):
                 self.ranks[at].finish()
 
     @precondition(lambda self: self.requests)
-    @rule(which=st.integers(0, 1000), even_if_begun=st.booleans())
-    def move(self, which: int, even_if_begun: bool) -> None:
+    @rule(which=st.integers(0, 1000), even_if_begun=st.booleans(), num_steps=st.integers(0, 2))
+    def move(self, which: int, even_if_begun: bool, num_steps: int) -> None:
+        """Withdraw a request some steps after it was announced to the other rank."""
         name = f"r{which % len(self.requests)}"
+        if even_if_begun and self._is_open(name):
+            delivered = tuple(token for output in self.outputs[name] for token in output.token_ids)
+            self._expect(name, replace(self.requests[name], replayed_ids=delivered))
+            self.run_some_steps(self.at[name], num_steps)
         released = self.ranks[self.at[name]].scheduler.withdraw(name, even_if_begun=even_if_begun)
         if released is not None and released.is_returned:
             self._continue_elsewhere(released)

@@ -89,10 +89,10 @@ class FakeTiers:
         while self._loads and self._is_time():
             done.append(self._fill(self._loads.pop(0)))
         for load in list(self._follows) if self.chance else []:
-            while load.num_loaded < len(load.keys) and load.keys[load.num_loaded] in self._blocks:
+            while load.is_open and load.keys[load.num_loaded] in self._blocks:
                 self._fill_next(load)
             is_over = self.is_prompt or load.until_s <= self.now_s + 1e-6
-            if load.num_loaded == len(load.keys) or is_over:
+            if not load.is_open or is_over:
                 self._follows.remove(load)
                 done.append(load)
         while self._fetches and self._is_time():

@@ -80,9 +80,9 @@ class PlannedRank:
         self._states: dict[int, list[int]] = {}  # slot -> the tokens that its state covers
 
     def rows(self, block_id: int) -> list[tuple[Any, bool]]:
-        """Return what a full block holds: each row, and whether it was computed as part of a long sequence."""
+        """Return what a block holds: each row, and whether it was computed as part of a long sequence. None if it was not written."""
         places = [(block_id, row) for row in range(self.pool.block_tokens)]
-        return [(self._rows[place], self._is_long[place]) for place in places]
+        return [(self._rows.get(place), self._is_long.get(place, False)) for place in places]
 
     def put_row(self, block_id: int, row: int, content: Any, *, is_long: bool) -> None:
         """Write a row from outside."""
