@@ -133,9 +133,11 @@ class BlockPool:
         """Return the key of a published block, which identifies the whole prefix up to its end."""
         return self._prefixes.key_of_block(block_id)
 
-    def keys_of(self, token_ids: Sequence[int], root: bytes = ROOT_KEY) -> list[bytes]:
-        """Return the keys of all whole blocks of a prefix, cached or not."""
-        return self._prefixes.keys_of(token_ids, root)
+    def keys_of(
+        self, token_ids: Sequence[int], root: bytes = ROOT_KEY, *, with_tail: bool = False
+    ) -> list[bytes]:
+        """Return the keys of all whole blocks of a prefix, cached or not. `with_tail`: also that of the tokens after them."""
+        return self._prefixes.keys_of(token_ids, root, with_tail=with_tail)
 
     def key_of_tail(self, parent_key: bytes, token_ids: Sequence[int]) -> bytes:
         """Return the key of the first tokens of a block that is not full. `parent_key`: of the block before it, or a root."""

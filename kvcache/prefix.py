@@ -81,13 +81,20 @@ class PrefixIndex:
             block_ids.append(entry.block_ids[0])
         return block_ids
 
-    def keys_of(self, token_ids: Sequence[int], root: bytes = ROOT_KEY) -> list[bytes]:
-        """Return the keys of all whole blocks of a prefix, in order, whether cached or not."""
+    def keys_of(
+        self, token_ids: Sequence[int], root: bytes = ROOT_KEY, *, with_tail: bool = False
+    ) -> list[bytes]:
+        """Return the keys of all whole blocks of a prefix, in order, whether cached or not.
+
+        `with_tail`: also that of the tokens after them, if there are any.
+        """
         keys: list[bytes] = []
         size = self._block_tokens
         for start in range(0, len(token_ids) - size + 1, size):
             root = self.key_of(root, token_ids[start : start + size])
             keys.append(root)
+        if with_tail and len(token_ids) % size:
+            keys.append(self.key_of_tail(root, token_ids[len(keys) * size :]))
         return keys
 
     def insert(

@@ -303,8 +303,8 @@ class Scheduler:
             begun_s: When the step began to wait, on the clock of `now_s`.
         """
         roster, until_s = self._roster, begun_s + MOST_HOLD_S
-        is_alone = not (roster.coming or roster.loading or roster.waiting)
-        if is_alone or len(roster.running) >= self._limits.max_num_seqs:
+        may_move = roster.coming or roster.loading or roster.waiting
+        if not may_move or len(roster.running) >= self._limits.max_num_seqs:
             return 0.0
         self.collect(now_s)
         self._plans.load_resumed(now_s)

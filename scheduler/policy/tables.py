@@ -260,13 +260,10 @@ class BlockTables:
             if not pool.is_published(sequence.block_ids[first - 1]):
                 return []
             parent = pool.key_of(sequence.block_ids[first - 1])
-        keys = pool.keys_of(sequence.key_ids[first * size : last * size], parent)
-        blocks = list(zip(sequence.block_ids[first:last], keys, strict=True))
-        token_ids = sequence.key_ids[last * size : end]
-        if token_ids and end == len(sequence.token_ids) == sequence.num_prefillable and self._states is None:
-            key = pool.key_of_tail(keys[-1] if keys else parent, token_ids)
-            blocks.append((sequence.block_ids[last], key))
-        return blocks
+        has_tail = end == len(sequence.token_ids) == sequence.num_prefillable and self._states is None
+        end = end if has_tail else last * size
+        keys = pool.keys_of(sequence.key_ids[first * size : end], parent, with_tail=has_tail)
+        return list(zip(sequence.block_ids[first : pool.blocks_for(end)], keys, strict=True))
 
     def hand_over(self, sequence: Sequence) -> int:
         """Release a sequence that another rank continues. Its last step must be committed.

@@ -226,13 +226,12 @@ class TierTables:
         if not has_tail and (is_cached or not num_blocks):
             return False
         self._tiers.note(num_lookups=1)
-        size, keys = pool.block_tokens, pool.keys_of(token_ids[: num_blocks * pool.block_tokens], root)
-        load = None if is_cached else self._find(keys, len(matched))
+        size, keys = pool.block_tokens, pool.keys_of(token_ids[:num_shareable], root, with_tail=has_tail)
+        load = None if is_cached else self._find(keys[:num_blocks], len(matched))
         num_found = len(matched) + (len(load.keys) if load else 0)
         has_tail = has_tail and num_found == num_blocks
         if has_tail:
-            key = pool.key_of_tail(keys[-1] if keys else root, token_ids[num_blocks * size : tail_end])
-            load = LoadJob([*keys[len(matched) :], key], until_s=now_s + MOST_AWAIT_S)
+            load = LoadJob(keys[len(matched) :], until_s=now_s + MOST_AWAIT_S)
         if load is None:
             return False
         pool.share(matched)
@@ -260,9 +259,7 @@ class TierTables:
         if 2 * num_loads > pool.num_free:
             pool.release(matched)
             return
-        keys = pool.keys_of(token_ids[: num_blocks * size], root)
-        if has_tail:
-            keys.append(pool.key_of_tail(keys[-1] if keys else root, token_ids[num_blocks * size :]))
+        keys = pool.keys_of(token_ids[:num_shareable], root, with_tail=has_tail)
         load = LoadJob(keys[len(matched) :], pool.acquire(num_loads), until_s=now_s + MOST_EXPECT_S)
         self._expected[sequence.request.request_id] = load
         self._loads[load] = _Loading(
