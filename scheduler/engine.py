@@ -154,6 +154,8 @@ class Engine:
         self._lock = threading.Lock()
         self._structures = structures
         self._inbox: deque[Arrival] = deque()  # in order of arrival
+        # Of running requests, by id. They are released at the beginning of the next step, when the other ranks know about it.
+        self._leaving: dict[str, Withdraw] = {}
         self._has_news = threading.Event()  # since the loop last looked into the inbox and at the tiers
         self._sleeping_step: int | None = None
         self._told_epoch = 0  # the newest order that the other ranks know
@@ -364,7 +366,8 @@ class Engine:
         if self._overlapped is not None and self._overlapped.may_overlap:
             self._step_overlapped(self._overlapped, lockstep, agreement, on_step)
             return
-        self._receive_moved(on_step)
+        self._release(on_step)
+        self._receive_moved(on_step, is_releasing=agreement.is_releasing)
         self._structures.masks.begin_step()
         batch = self._step_at(0, agreement)
         self._hand_back(on_step)
@@ -385,7 +388,15 @@ class Engine:
             if self._runner.makes_drafts:
                 self._make_drafts(batch, agreement)
 
-    def _receive_moved(self, on_step: OnStep) -> None:
+    def _release(self, on_step: OnStep) -> None:
+        """Release the running requests that leave for other ranks. Those know about it since they agreed on this step."""
+        if self._planned:  # a step that broke off still holds them
+            return
+        leaving, self._leaving = self._leaving, {}
+        self._outputs += filter(None, map(self._withdraw, leaving.values()))
+        self._hand_back(on_step)
+
+    def _receive_moved(self, on_step: OnStep, *, is_releasing: bool) -> None:
         """Wait a moment for requests that other ranks are releasing for this one, so that the step can continue them."""
         if self._tiers is None:
             return
@@ -393,7 +404,7 @@ class Engine:
         while not self._planned:
             self._has_news.clear()
             self._take_news()
-            wait_s = self._scheduler.receive_moved(self._clock(), begun_s)
+            wait_s = self._scheduler.receive_moved(self._clock(), begun_s, is_releasing=is_releasing)
             if not wait_s:
                 return
             self._hand_back(on_step)
@@ -544,6 +555,7 @@ class Engine:
             num_context=self._scheduler.num_context,
             memory_number=self.memory.number_to_post(is_idle=self._is_idle),
             weights=versions_word(serving, ready, is_prepared=is_prepared),
+            is_releasing=bool(self._leaving),
         )
 
     @property
@@ -610,9 +622,18 @@ class Engine:
         return outputs
 
     def _answer(self, item: str | Withdraw) -> RequestOutput | None:
-        if isinstance(item, Withdraw):
-            return self._scheduler.withdraw(item.request_id, even_if_begun=item.even_if_begun)
-        return self._scheduler.abort(item)
+        if not isinstance(item, Withdraw):
+            self._leaving.pop(item, None)
+            return self._scheduler.abort(item)
+        # With tiers, the next rank can wait for a running request, so it runs until both agree on the step.
+        can_wait = self._tiers is not None and self._overlapped is None
+        if can_wait and item.even_if_begun and self._scheduler.is_running(item.request_id):
+            self._leaving[item.request_id] = item
+            return None
+        return self._withdraw(item)
+
+    def _withdraw(self, item: Withdraw) -> RequestOutput | None:
+        return self._scheduler.withdraw(item.request_id, even_if_begun=item.even_if_begun)
 
     def _stats(self, num_step_tokens: int) -> RankStats:
         stats, drafter = self._scheduler.stats._asdict(), self._drafter

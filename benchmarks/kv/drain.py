@@ -1,13 +1,13 @@
 """How long does a stream pause when its rank drains, and how many bytes does the move cost, with and without a tier in host memory?
 
 `wideep serve` on two ranks. All streams have one session, so they run on one rank. It drains, and they move to the other rank,
-which drains next, and so on: every stream moves at every drain. A stream's pause is its longest gap from the drain on, until all
-have moved. Its longest gap in an equally long time before the drain shows what ordinary steps do. Every answer is compared with the
-answer without drains.
+which drains next, and so on: every stream moves at every drain. A stream's pause is its gap at the time at which its rank was empty.
+This is compared with all ordinary gaps. A drain takes a few steps, so the longest gap of a stream from the drain on, until all have
+moved, is compared with its longest gap in an equally long time before. Every answer is compared with the answer without drains.
 
 Expected bound: without a tier, the new rank computes a stream's tokens again, one rank for all streams, so the pause grows with
-the streams times their tokens. With a tier it loads their blocks, and its next step waits for them, at most 20 ms. Target: one
-step and 20 ms.
+the streams times their tokens. With a tier it loads their blocks, and the step in which both ranks know of the move waits for them,
+at most 50 ms. Target: one step and 20 ms.
 
 Run: `python -m benchmarks.kv.drain [MODEL] [--streams 1,4,8] [--prompt-tokens 128] [--tokens 600] [--rounds 10] [--save]`. MODEL is a
 directory or `demo` (default).
@@ -111,24 +111,24 @@ class Drains:
         running = [asyncio.create_task(stream.read()) for stream in streams]
         while not all(len(stream.arrivals_s) > _BEGUN_PIECES for stream in streams):
             await asyncio.sleep(_POLL_S)
-        gaps_s, longest_s, pauses_s = list[float](), list[float](), list[float]()
+        gaps_s, pauses_s, before_s, during_s = list[float](), list[float](), list[float](), list[float]()
         for _ in range(num_rounds):
             rank = await asyncio.to_thread(self._busy_rank)  # now, because reading metrics slows steps down
             begun_s = time.perf_counter()
             await asyncio.sleep(_SETTLE_S)
             drained_s = time.perf_counter()
-            await asyncio.to_thread(self._drain, rank)
-            empty_s = time.perf_counter()
+            empty_s = await asyncio.to_thread(self._drain, rank)
             while not all(stream.arrivals_s[-1] > empty_s for stream in streams):
                 if any(task.done() for task in running):
                     raise BenchServiceError("a stream ended before the last drain; use more --tokens")
                 await asyncio.sleep(_POLL_S)
             ended_s = time.perf_counter()
-            before_s = max(begun_s, drained_s - (ended_s - drained_s))
+            earlier_s = max(begun_s, drained_s - (ended_s - drained_s))
             for stream in streams:
                 gaps_s += gaps_of(stream.arrivals_s, begun_s, drained_s)
-                longest_s.append(max(gaps_of(stream.arrivals_s, before_s, drained_s)))
-                pauses_s.append(max(gaps_of(stream.arrivals_s, drained_s, ended_s)))
+                pauses_s += gaps_of(stream.arrivals_s, empty_s, empty_s)
+                before_s.append(max(gaps_of(stream.arrivals_s, earlier_s, drained_s)))
+                during_s.append(max(gaps_of(stream.arrivals_s, drained_s, ended_s)))
         answers = await asyncio.gather(*running)
         moved, loaded = (after - at for after, at in zip(self._counters(), before, strict=True))
         return {
@@ -136,8 +136,9 @@ class Drains:
             "moves": int(moved),
             "changed": sum(said != wanted for said, wanted in zip(answers, expected, strict=True)),
             "gaps": _spread(gaps_s),
-            "longest_gaps_before": _spread(longest_s),
             "pauses": _spread(pauses_s),
+            "longest_gaps_before": _spread(before_s),
+            "longest_gaps_during": _spread(during_s),
             "loaded_bytes_per_move": round(loaded / moved) if moved else 0,
         }
 
@@ -146,13 +147,15 @@ class Drains:
         running = {each.labels["engine"]: each.value for each in self._samples("vllm:num_requests_running")}
         return int(max(running, key=lambda name: running[name]))
 
-    def _drain(self, rank: int) -> None:
-        """Drain the rank until it is empty, and let it take requests again."""
+    def _drain(self, rank: int) -> float:
+        """Drain the rank until it is empty, and let it take requests again. Returns when it was empty."""
         with self._client() as client:
             answer = client.post("/ranks/drain", {"rank": rank, "timeout_s": DRAIN_S}).json()
+            empty_s = time.perf_counter()
             client.post("/ranks/drain", {"rank": rank, "undo": True})
         if left := answer["requests"]:
             raise BenchServiceError(f"rank {rank} still has {left} requests after {DRAIN_S:g} s")
+        return empty_s
 
     def _counters(self) -> list[float]:
         """Return the sums of the counters over all labels."""
@@ -180,11 +183,14 @@ def _spread(times_s: Sequence[float]) -> dict[str, float]:
 
 
 def _print_row(row: dict[str, Any]) -> None:
-    gaps, before, pauses = row["gaps"], row["longest_gaps_before"], row["pauses"]
+    gaps, pauses, before, during = (
+        f"p50 {row[name]['p50_ms']} p99 {row[name]['p99_ms']}"
+        for name in ("gaps", "pauses", "longest_gaps_before", "longest_gaps_during")
+    )
     print(
-        f"   tier {row['tier']}, {row['streams']:2} streams: steps p50 {gaps['p50_ms']} p99 {gaps['p99_ms']} ms; longest "
-        f"before p50 {before['p50_ms']} p99 {before['p99_ms']} ms; pauses p50 {pauses['p50_ms']} p99 {pauses['p99_ms']} ms "
-        f"over {row['moves']} moves; {row['loaded_bytes_per_move']:,} bytes loaded per move; {row['changed']} changed",
+        f"   tier {row['tier']}, {row['streams']:2} streams, ms: steps {gaps}; pauses {pauses} over {row['moves']} moves; "
+        f"longest gaps before a drain {before}, during it {during}; {row['loaded_bytes_per_move']:,} bytes loaded per move; "
+        f"{row['changed']} changed",
         flush=True,
     )
 

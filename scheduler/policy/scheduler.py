@@ -29,8 +29,8 @@ class DuplicateRequestError(ValueError):
 
 
 MOST_COMING_S = 1.0  # for a request that another rank is releasing
-MOST_HOLD_S = 0.02  # for which a step waits for such requests
-MOST_HOLDS = 2  # steps that wait for one of them before it comes, and as many while it loads
+MOST_HOLD_S = 0.05  # for which a step waits for such requests
+MOST_HOLDS = 2  # steps that wait while one of them loads
 
 
 class SchedulerStats(NamedTuple):
@@ -286,14 +286,13 @@ class Scheduler:
             sequence.is_long = self._limits.is_long(len(sequence.token_ids))
             self._tables.expect(sequence, now_s)
             if sequence.has_begun:
-                sequence.num_holds_left = MOST_HOLDS
                 self._roster.coming[expected.request_id] = (sequence, now_s + MOST_COMING_S)
             return
         self._roster.coming.pop(expected.request_id, None)
         if self._tables.tiers is not None:
             self._tables.tiers.expect_no_more(expected.request_id)
 
-    def receive_moved(self, now_s: float, begun_s: float) -> float:
+    def receive_moved(self, now_s: float, begun_s: float, *, is_releasing: bool) -> float:
         """Begin and end loads of requests that move here. Returns how long the next step should still wait for them, in seconds.
 
         Such a request comes within milliseconds after the other rank released it. Its stream would pause for a whole step if
@@ -301,6 +300,7 @@ class Scheduler:
 
         Args:
             begun_s: When the step began to wait, on the clock of `now_s`.
+            is_releasing: Whether another rank releases requests at the beginning of this step.
         """
         roster, until_s = self._roster, begun_s + MOST_HOLD_S
         may_move = roster.coming or roster.loading or roster.waiting
@@ -308,7 +308,8 @@ class Scheduler:
             return 0.0
         self.collect(now_s)
         self._plans.load_resumed(now_s)
-        return max(0.0, until_s - now_s) if any(each.num_holds_left for each in roster.resuming) else 0.0
+        is_held = (is_releasing and roster.coming) or any(each.num_holds_left for each in roster.loading)
+        return max(0.0, until_s - now_s) if is_held else 0.0
 
     def _sequence_of(self, request: Request, matcher: StructureMatcher | None = None) -> Sequence:
         sequence = Sequence.from_request(request, matcher)
@@ -322,6 +323,11 @@ class Scheduler:
             return None
         self._end(sequence)
         return _end_of(request_id, FinishReason.ABORT)
+
+    def is_running(self, request_id: str) -> bool:
+        """Whether a request has begun here and not ended, and is not preempted."""
+        sequence = self._roster.find(request_id)
+        return sequence is not None and sequence.status is SequenceStatus.RUNNING
 
     def withdraw(self, request_id: str, *, even_if_begun: bool = False) -> RequestOutput | None:
         """Release a request for another rank. The output reports the result; None if the request is unknown.
@@ -371,7 +377,7 @@ class Scheduler:
         items = self._plans.plan_decodes(most)
         num_decode_tokens = sum([item.num_tokens for item in items])
         batch = self._plans.plan_prompts(items, num_decode_tokens, most, prefill_budget, now_s)
-        for sequence in self._roster.resuming:
+        for sequence in self._roster.loading:
             sequence.num_holds_left = max(0, sequence.num_holds_left - 1)
         if batch.items:
             self._in_flight.append(batch)

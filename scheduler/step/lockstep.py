@@ -9,7 +9,7 @@ have, and they dispatch in low-latency mode for that many. A step with prompts u
 SGLang's `--deepep-mode`, which there depends on each rank's forward mode."""
 
 from collections.abc import Sequence
-from enum import Enum
+from enum import Enum, IntFlag
 from typing import NamedTuple, Protocol
 
 from dispatch.errors import DispatchError
@@ -38,15 +38,22 @@ class HeaderExchange(Protocol):
         """Release resources. May be called twice."""
 
 
+class StepFlag(IntFlag):
+    """What holds for a rank in the step. One word of its header, because the headers' line is full."""
+
+    WORK = 1  # a request waits or runs here
+    STOPPING = 2  # this rank is to stop
+    PREFILL = 4  # part of a prompt waits to run
+    RELEASING = 8  # at the beginning of the step, it releases running requests for other ranks
+
+
 class Header(NamedTuple):
     """What a rank posts before a step about the step after it."""
 
     step: int
     epoch: int
     placement_version: int
-    has_work: int  # 1: a request waits or runs here
-    is_stopping: int  # 1: this rank is to stop
-    has_prefill: int  # 1: part of a prompt waits to run
+    flags: int  # of `StepFlag`
     num_decodes: int  # most tokens of running requests, drafts included
     # The placement with experts that are all here and verified. The serving one if there is no other.
     ready_version: int
@@ -56,8 +63,7 @@ class Header(NamedTuple):
     draft_depth: int = 0  # drafts that it would make after the step
     num_context: int = 0  # tokens of the running sequences
     memory_number: int = 0  # the newest memory order that it could follow
-    # Versions of the weights, see `versions_word`. One word, because the headers' line is full.
-    weights: int = 0
+    weights: int = 0  # versions of the weights, in one word for the same reason: see `versions_word`
 
 
 _VERSION_BITS = 31  # two versions and a flag are 63 bits, which keeps the word positive
@@ -110,6 +116,7 @@ class Agreement(NamedTuple):
     weights_number: int | None = None  # the weights that serve from this step on; None keeps the present ones
     # The version of the weights for which all ranks prepare their open requests in this step. None: they do not.
     prepares: int | None = None
+    is_releasing: bool = False  # some rank now releases running requests, which others may expect
 
 
 def decide(headers: Sequence[Header]) -> Decision:
@@ -124,12 +131,17 @@ def decide(headers: Sequence[Header]) -> Decision:
             f"ranks are at different (step, epoch, placement version): "
             f"{[tuple(header[:3]) for header in headers]}; this is a bug, and the service ends"
         )
-    if any(header.is_stopping for header in headers):
+    if is_any(StepFlag.STOPPING, headers):
         return Decision.STOP
     ordered = {header.ordered_epoch for header in headers}
     if len(ordered) == 1 and ordered != {headers[0].epoch}:
         return Decision.REGROUP
-    return Decision.RUN if any(header.has_work for header in headers) else Decision.SLEEP
+    return Decision.RUN if is_any(StepFlag.WORK, headers) else Decision.SLEEP
+
+
+def is_any(flag: StepFlag, headers: Sequence[Header]) -> bool:
+    """Whether a flag holds for some rank."""
+    return any(header.flags & flag for header in headers)
 
 
 def agree_on_switch(headers: Sequence[Header]) -> int | None:
@@ -191,7 +203,7 @@ def agree_on_tokens(
         return fitting_capacity(max_num_batched_tokens)
     if mode is DispatchMode.NORMAL:
         return 0
-    if any(header.has_prefill for header in headers):
+    if is_any(StepFlag.PREFILL, headers):
         most = max(header.num_decodes + header.num_prefill for header in headers)
         return prompt_capacity if most <= prompt_capacity else 0
     return fitting_capacity(max(header.num_decodes for header in headers))
@@ -277,15 +289,18 @@ class LockStep:
         num_context: int = 0,
         memory_number: int = 0,
         weights: int = 0,
+        is_releasing: bool = False,
     ) -> None:
         """Post this rank's work of the next step, the placement to which it could switch, the newest epoch to which it was
-        ordered, the newest memory order that it could follow, and the weights that it serves and could switch to (`versions_word`)."""
-        flags = int(has_work), int(is_stopping), int(has_prefill)
+        ordered, the newest memory order that it could follow, the weights that it serves and could switch to (`versions_word`),
+        and whether it releases running requests at its beginning."""
+        flags = has_work * StepFlag.WORK | is_stopping * StepFlag.STOPPING | has_prefill * StepFlag.PREFILL
+        flags |= is_releasing * StepFlag.RELEASING
         ready = self.placement_version if ready_version is None else ready_version
         ordered = self.epoch if ordered_epoch is None else ordered_epoch
         place = self.step, self.epoch, self.placement_version
         self._own = Header(
-            *place, *flags, num_decodes, ready, num_prefill, ordered, prefill_budget, draft_depth, num_context,
+            *place, flags, num_decodes, ready, num_prefill, ordered, prefill_budget, draft_depth, num_context,
             memory_number, weights,
         )  # fmt: skip
         self._mailbox.post(self._own)
@@ -301,7 +316,7 @@ class LockStep:
         if switch_to is not None:
             self.placement_version = switch_to
         tokens = agree_on_tokens(headers, self._mode, self._max_num_batched_tokens, self._prompt_capacity)
-        has_prefill = any(header.has_prefill for header in headers)
+        has_prefill = is_any(StepFlag.PREFILL, headers)
         budget = agree_on_prefill(
             [header.prefill_budget for header in headers],
             has_decodes=any(header.num_decodes for header in headers),
@@ -318,7 +333,7 @@ class LockStep:
         cause = cause_of_waiting(self._own, headers, budget)
         return Agreement(
             decision, tokens, switch_to, has_prefill, budget, depth, max(others, default=0), cause,
-            agree_on_memory(headers, decision), *weights,
+            agree_on_memory(headers, decision), *weights, is_any(StepFlag.RELEASING, headers),
         )  # fmt: skip
 
     def interrupt(self, error: DispatchError) -> None:

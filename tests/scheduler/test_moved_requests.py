@@ -80,7 +80,7 @@ class Mover:
         self._num_before = dict.fromkeys(self._here, 0)  # tokens that a request had when it came here
         self._withdrawn = set[str]()
         self._leaving: list[tuple[Request, Answer]] = []
-        self._announced: list[Request] = []
+        self._announced: list[Expected] = []
         self._announces = built.engine._tiers is not None
         lockstep = built.engine._lockstep
         assert lockstep is not None, "it serves from the start"
@@ -114,12 +114,15 @@ class Mover:
             elif own.ends:
                 assert name in self._here, "an output came after the release"
                 del self._here[name]
+                if name in self._withdrawn and self._announces:
+                    self._announced.append(Expected(name, None))
             elif self._is_due(name):
                 self._withdrawn.add(name)
                 self._engine.withdraw(name, even_if_begun=True)
                 if self._announces:
                     tokens = tuple(self.found[name].token_ids)
-                    self._announced.append(replace(self._here[name], replayed_ids=tokens))
+                    comes = replace(self._here[name], replayed_ids=tokens)
+                    self._announced.append(Expected(name, comes))
 
     def _is_due(self, name: str) -> bool:
         num_new = len(self.found[name].token_ids) - self._num_before[name]
@@ -148,7 +151,7 @@ class Mover:
             self._engine.stop()
         coming, announced, _ = everything[1 - dist.get_rank()]
         for each in announced:
-            self._engine.expect(Expected(each.request_id, each))
+            self._engine.expect(each)
         for moved, answer in coming:
             name = moved.request_id
             self._here[name], self.found[name] = moved, answer
@@ -401,6 +404,12 @@ def test_a_step_waits_only_a_moment_for_a_request_that_does_not_come(directory: 
     stays = request("stays", range(30, 40), max_tokens=20)
     built.engine.expect(Expected("never", never))
     assert len(serve(built, [stays]).token_ids["stays"]) == 20
+    built.scheduler.expect(Expected("never", never), 1.0)
+    waits = partial(built.scheduler.receive_moved, begun_s=1.0)
+    assert waits(1.01, is_releasing=True) == pytest.approx(policy.MOST_HOLD_S - 0.01)
+    assert waits(1.0 + policy.MOST_HOLD_S, is_releasing=True) == waits(1.01, is_releasing=False) == 0.0
+    built.scheduler.expect(Expected("never", None), 1.0)
+    assert waits(1.01, is_releasing=True) == 0.0
     built.engine.close()
 
 

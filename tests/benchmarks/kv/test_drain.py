@@ -12,6 +12,7 @@ from tests.support.service.real_service import write_tiny_model
 def test_gaps_overlap_their_period() -> None:
     arrivals_s = [0.0, 1.0, 4.0, 5.0, 7.0]
     assert drain.gaps_of(arrivals_s, 1.5, 4.5) == [3.0, 1.0]
+    assert drain.gaps_of(arrivals_s, 4.5, 4.5) == [1.0], "the gap at a time"
     assert drain.gaps_of(arrivals_s, 7.0, 9.0) == [] == drain.gaps_of([1.0], 0.0, 9.0)
 
 

@@ -14,6 +14,7 @@ from scheduler.step.lockstep import (
     Header,
     LockStep,
     LockStepError,
+    StepFlag,
     WeightsStep,
     agree_on_switch,
     agree_on_tokens,
@@ -28,7 +29,8 @@ from tests.support.engines.serving import request
 
 
 def header(*, step: int = 1, work: int = 1, stopping: int = 0, prefill: int = 0, decodes: int = 0) -> Header:
-    return Header(step, 0, 0, work, stopping, int(prefill > 0), decodes, 0, prefill, 0)
+    flags = work * StepFlag.WORK | stopping * StepFlag.STOPPING | (prefill > 0) * StepFlag.PREFILL
+    return Header(step, 0, 0, flags, decodes, 0, prefill, 0)
 
 
 class FakeMailbox:
@@ -71,7 +73,10 @@ def test_one_ranks_prompt_makes_the_step_normal_for_all() -> None:
 
 def test_small_prompts_leave_a_step_of_gpus_in_low_latency_mode() -> None:
     """In normal mode the host waits for the device in every layer."""
-    small, arriving = [header(decodes=3, prefill=1020), header(decodes=7)], header()._replace(has_prefill=1)
+    small, arriving = (
+        [header(decodes=3, prefill=1020), header(decodes=7)],
+        header()._replace(flags=StepFlag.WORK | StepFlag.PREFILL),
+    )
     assert agree_on_tokens(small, DispatchMode.AUTO, 8192, 1024) == 1024
     assert agree_on_tokens([arriving, header(decodes=7)], DispatchMode.AUTO, 8192, 1024) == 1024
     assert agree_on_tokens([header(decodes=5, prefill=1020)], DispatchMode.AUTO, 8192, 1024) == 0
@@ -210,6 +215,17 @@ def test_a_headers_word_holds_two_versions_and_a_flag(is_prepared: bool) -> None
         versions_word(0, most + 1)
 
 
+def test_ranks_know_a_step_ahead_that_one_of_them_releases_requests() -> None:
+    lockstep = LockStep(FakeMailbox(header()), epoch=0, timeout_s=1.0, step=1)
+    found = []
+    for is_own, is_other in ((False, False), (True, False), (False, True)):
+        flags = StepFlag.WORK | is_other * StepFlag.RELEASING
+        lockstep._mailbox.other = header(step=lockstep.step)._replace(flags=flags)  # type: ignore[attr-defined]
+        lockstep.post(has_work=True, is_stopping=False, has_prefill=False, num_decodes=1, is_releasing=is_own)
+        found.append(lockstep.agree().is_releasing)
+    assert found == [False, True, True]
+
+
 def agreed_weights(*told: tuple[int, bool], decision: Decision = Decision.RUN) -> WeightsStep:
     """Return what ranks that serve version 3 agree on, given which version each could switch to and whether it is prepared."""
     words = [versions_word(3, ready, is_prepared=is_prepared) for ready, is_prepared in told]
@@ -242,7 +258,8 @@ def test_a_rank_alone_prepares_before_it_switches() -> None:
     for is_prepared in (False, True):
         word = versions_word(0, 1, is_prepared=is_prepared)
         lockstep.post(has_work=True, is_stopping=False, has_prefill=False, num_decodes=1, weights=word)
-        found.append(lockstep.agree()[-2:])
+        agreement = lockstep.agree()
+        found.append((agreement.weights_number, agreement.prepares))
     assert found == [(None, 1), (1, None)]
 
 

@@ -164,7 +164,7 @@ def test_a_failed_read_ends_the_step_loop(rank: Rank) -> None:
 
 
 def header(number: int) -> Header:
-    return Header(1, 0, 0, 0, 0, 0, 0, 0, 0, 0, memory_number=number)
+    return Header(1, 0, 0, 0, 0, 0, 0, 0, memory_number=number)
 
 
 def test_ranks_switch_only_together_and_only_without_work() -> None:
