@@ -7,6 +7,7 @@ every attention layer uses its attention interface with keys and values per toke
 import inspect
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import MethodType
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from moe import scaled_experts
 from moe.load.checkpoint import Checkpoint
@@ -68,6 +70,19 @@ def read_config(directory: Path) -> Any:
         ) from error
     check_config(config)
     return config
+
+
+def import_model(directory: Path) -> None:
+    """Import a model's modules and transformers' table of renamed weights, so that processes that are forked later share them.
+
+    Raises:
+        UnsupportedModelError: As `read_config`.
+    """
+    config = read_config(directory)
+    get_checkpoint_conversion_mapping(config.model_type)
+    for kind in (AutoModelForMultimodalLM, AutoModelForCausalLM):
+        with suppress(*FOREIGN_ERRORS):  # `build_on_meta` reports them
+            kind._model_mapping.get(type(config), None)
 
 
 def build_on_meta(

@@ -1,6 +1,8 @@
 """Any MoE model of transformers is served correctly, or rejected with a message before weights are read."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from transformers.masking_utils import (
 from attention.recurrences.cpu import RECURRENCES, delta_rule
 from attention.recurrences.mixers import DeltaRule
 from kvcache.paged_cache import LayerShape
-from moe.families import UnsupportedModelError, build_on_meta
+from moe.families import UnsupportedModelError, build_on_meta, import_model
 from moe.load.checkpoint import Checkpoint
 from moe.model import Skeleton
 from moe.rehearsal.notes import Notes, Sight
@@ -350,3 +352,20 @@ def test_what_a_family_keeps_in_float32_stays_so_whatever_it_computes_in() -> No
     kept = tuple(model._keep_in_fp32_modules_strict)  # since transformers 5.24 also the weights of routers
     assert wide and wide == {name for name in model.state_dict() if name.endswith(kept)}
     assert {tensor.dtype for name, tensor in model.named_parameters() if name not in wide} == {torch.bfloat16}
+
+
+@pytest.mark.slow  # a process that has imported no model
+def test_importing_a_model_leaves_nothing_to_import_for_its_build(tmp_path: Path) -> None:
+    write_checkpoint("qwen3_moe", tmp_path)
+    program = (
+        "import sys; from pathlib import Path; from moe.families import build_on_meta, import_model, read_config; "
+        f"path = Path({str(tmp_path)!r}); import_model(path); before = set(sys.modules); "
+        "build_on_meta(read_config(path)); print(sorted(set(sys.modules) - before))"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert ended.stdout == "[]\n", ended.stderr
+
+
+def test_importing_no_model_is_an_error_of_its_own(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="has no config.json"):
+        import_model(tmp_path)

@@ -16,6 +16,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -27,7 +28,7 @@ from torch.distributed import PrefixStore, Store
 from dispatch.errors import DispatchError, WireUnavailable
 from expert_placement.placement import Placement
 from kvcache.tiers.peers import PeerNetwork
-from moe.families import UnsupportedModelError
+from moe.families import UnsupportedModelError, import_model
 from moe.load.checkpoint import CheckpointError
 from moe.load.loader import EXPERTS, WEIGHTS
 from scheduler.assembly import Assembled, assemble
@@ -36,6 +37,7 @@ from scheduler.epochs.orders import by_rank
 from scheduler.policy.config import ConfigError, EngineConfig
 from scheduler.policy.limits import SchedulerLimitsError
 from scheduler.policy.request import RankStats, RequestOutput
+from scheduler.sampling import draw
 from scheduler.step.graphs import GraphError
 from scheduler.step.lockstep import LockStepError
 from scheduler.step.sizing import KVMemoryError
@@ -106,6 +108,7 @@ class FrontGoneError(ConnectionError):
 
 def run_engine(options: Options, *, environment: Mapping[str, str] = os.environ) -> int:
     """Run one rank until the front or the supervisor ends it; return the exit status."""
+    _prepare_to_fork(options)
     while (order := leave_spare(environment, ENGINE)) is not None:  # returns in the spare when it takes over
         options, environment = options_from_json(order.options, order.environment), order.environment
     die_with_parent()
@@ -123,6 +126,15 @@ def run_engine(options: Options, *, environment: Mapping[str, str] = os.environ)
         say(f"rank {place.rank}: {type(error).__name__}: {text}", error=True)
         return 1
     return 0
+
+
+def _prepare_to_fork(options: Options) -> None:
+    """Import and compile what each engine of this model needs, so that the copy that replaces this one has it already."""
+    with suppress(UnsupportedModelError):  # reported when the model is built
+        import_model(Path(options.model))
+    if options.device == "cpu":
+        for kernel in draw.KERNELS:  # with the first one, numba registers its types and functions
+            kernel.compile()
 
 
 def _serve(options: Options, place: Place, environment: Mapping[str, str]) -> None:
