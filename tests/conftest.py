@@ -1,4 +1,4 @@
-"""Fixtures shared by tests of several packages. Rank pools are spawned once per session and size.
+"""How tests are chosen and sorted. The process that only hands tests out to others imports neither torch nor `tests.fixtures`.
 
 Tests start hundreds of processes. Without cached bytecode, each of them would compile hundreds of modules again, so
 PYTHONDONTWRITEBYTECODE is ignored here.
@@ -8,18 +8,13 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from importlib.util import find_spec
-from typing import Any
+from importlib import import_module
 
 import pytest
-import torch
 from hypothesis import settings
 from hypothesis.internal.conjecture import providers
 
 from tests.support import durations
-from tests.support.gpu.interpreted import NO_TRITON, interpret
-from tests.support.ranks import RankPool
 
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -39,9 +34,6 @@ settings.register_profile("same examples", deadline=None, derandomize=True, data
 CROSSED = pytest.StashKey[dict[tuple[str, str], list[object]]]()
 LEFT_OUT = pytest.StashKey[bool]()  # of a combination that no suite runs
 
-PoolOf = Callable[[int], RankPool]
-OnDevice = Callable[..., Any]
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the flags about durations."""
@@ -51,6 +43,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Search for new examples in `make test-all`. `make test` and CI take the same ones each time, so a failure is a change's."""
     durations.register(config)
+    if config.getoption("dist", "no") == "no" or hasattr(config, "workerinput"):  # this process runs tests
+        config.pluginmanager.register(import_module("tests.fixtures"))
     config.addinivalue_line(
         "markers", "paired(names, of): of all combinations of these parameters, run one in `of`, by turns"
     )
@@ -125,66 +119,3 @@ def pytest_collection_finish() -> None:
     """Exclude what was imported and collected from garbage collections. A full one would take seconds, so none precedes this."""
     gc.freeze()
     gc.enable()
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip tests of a GPU on a machine without one."""
-    if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-
-
-@pytest.fixture(scope="session")
-def pools() -> Iterator[dict[int, RankPool]]:
-    """Return the running pools by size."""
-    running: dict[int, RankPool] = {}
-    yield running
-    for pool in running.values():
-        pool.close()
-
-
-@pytest.fixture
-def pool_of(pools: dict[int, RankPool]) -> Iterator[PoolOf]:
-    """Return `pool_of(world_size)`: a running pool, replaced if an earlier test broke it."""
-    used: dict[int, RankPool] = {}
-
-    def pool_of_size(world_size: int) -> RankPool:
-        pool = pools.get(world_size)
-        if pool is None or not pool.is_whole:
-            pools[world_size] = pool = RankPool(world_size, timeout_s=120.0)
-        used[world_size] = pool
-        return pool
-
-    yield pool_of_size
-    for pool in used.values():
-        pool.end_groups()
-
-
-@pytest.fixture(scope="session")
-def interpreter() -> Iterator[RankPool]:
-    """Return a process that interprets Triton's kernels: this is chosen before any import of triton."""
-    if find_spec("triton") is None:
-        pytest.skip(NO_TRITON)
-    with RankPool(1, timeout_s=300.0) as pool:  # interpreted kernels are slow, more so on a busy machine
-        pool.run(interpret)
-        yield pool
-
-
-@pytest.fixture(scope="session")
-def interpreting_pair() -> Iterator[RankPool]:
-    """Return two separate ranks with interpreted kernels."""
-    with RankPool(2, timeout_s=120.0) as pool:
-        pool.run(interpret)
-        yield pool
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def on_device(request: pytest.FixtureRequest) -> OnDevice:
-    """Return `on_device(function, *args)`, which calls `function(device, *args)`: on the CPU in Triton's interpreter in a
-    separate process, on a GPU in this one."""
-    device: str = request.param
-    pool: RankPool | None = request.getfixturevalue("interpreter") if device == "cpu" else None
-
-    def call(function: Callable[..., Any], *args: Any) -> Any:
-        return pool.run(function, device, *args)[0] if pool else function(device, *args)
-
-    return call

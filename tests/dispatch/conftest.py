@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.conftest import PoolOf
+from tests.fixtures import PoolOf
 from tests.support.ranks import RankPool
 
 RanksOf = Callable[[str, int], RankPool]

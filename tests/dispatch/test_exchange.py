@@ -11,8 +11,8 @@ from torch import Tensor
 from dispatch.exchange import CLOCK_BLOCK as BLOCK
 from dispatch.exchange import Exchange, ExchangeClock
 from dispatch.wires.open import open_wire
-from tests.conftest import PoolOf
 from tests.dispatch.exchange import catch
+from tests.fixtures import PoolOf
 
 
 def test_total_is_the_sum_and_wires_come_in_whole_blocks() -> None:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from dispatch.dispatcher import Dispatcher
 from dispatch.errors import DispatchTimeout, PeerLost
 from dispatch.wires.open import open_wire
-from tests.conftest import PoolOf
 from tests.dispatch.exchange import catch
+from tests.fixtures import PoolOf
 
 VICTIM = 2
 STOP_TIMEOUT_S = 3.0  # long enough that no rank times out on a busy machine before the victim stops

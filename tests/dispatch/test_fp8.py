@@ -13,10 +13,10 @@ from dispatch.fp8 import dequantise_fp8, quantise_fp8
 from dispatch.mode import NORMAL, Mode, low_latency
 from dispatch.row_formats import row_format
 from dispatch.wires.open import open_wire
-from tests.conftest import PoolOf
 from tests.dispatch.exchange import run_layer
 from tests.dispatch.faces.deep_ep_utils.math import calc_diff
 from tests.dispatch.oracle import RankCase, make_cases, simulate
+from tests.fixtures import PoolOf
 
 MODES = [(False, False), (True, False), (True, True)]  # round_scale, ue8m0
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from dispatch.gathered import gather_values
-from tests.conftest import PoolOf
+from tests.fixtures import PoolOf
 
 
 def say(values: list[object]) -> list[object]:

@@ -10,10 +10,10 @@ from dispatch.hierarchical import HierarchicalDispatcher, open_hierarchical
 from dispatch.mode import NORMAL, Mode, low_latency
 from dispatch.row_formats import row_format
 from dispatch.wires.open import open_wire
-from tests.conftest import PoolOf
 from tests.dispatch.exchange import check_bits, run_layer
 from tests.dispatch.hierarchical_cases import S, open_here
 from tests.dispatch.oracle import RankCase, RankResult, make_cases, simulate
+from tests.fixtures import PoolOf
 
 SHAPES = [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]  # ranks, node size: 1 and all ranks are flat dispatch
 

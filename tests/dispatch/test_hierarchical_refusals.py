@@ -9,9 +9,9 @@ import torch.distributed as dist
 from dispatch.errors import DispatchError, PeerLost
 from dispatch.hierarchical import HierarchicalDispatcher, open_hierarchical
 from dispatch.wires.local import LocalWire
-from tests.conftest import PoolOf
 from tests.dispatch.exchange import catch
 from tests.dispatch.hierarchical_cases import S, open_here
+from tests.fixtures import PoolOf
 
 
 class Seen(NamedTuple):

@@ -19,10 +19,10 @@ from dispatch.errors import DispatchTimeout, PeerLost
 from dispatch.mode import NORMAL, Mode, low_latency
 from dispatch.wires.open import open_wire
 from dispatch.wires.wire import RankTable, Wire
-from tests.conftest import PoolOf
 from tests.dispatch.exchange import catch, run_layer
 from tests.dispatch.messages import message, size_of, swap
 from tests.dispatch.oracle import RankCase, RankResult, make_cases, simulate
+from tests.fixtures import PoolOf
 
 SMALL, LARGE = 400, 9000  # against regions of 1 KB: many messages need several pieces
 STOP_TIMEOUT_S = 2.0  # long enough that no rank times out on a busy machine before the victim stops

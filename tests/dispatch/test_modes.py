@@ -10,9 +10,9 @@ from dispatch.dispatcher import Dispatcher
 from dispatch.mode import NORMAL, Mode, fitting_capacity, low_latency
 from dispatch.row_formats import row_format
 from dispatch.wires.open import open_wire
-from tests.conftest import PoolOf
 from tests.dispatch.exchange import check_bits, run_layer
 from tests.dispatch.oracle import RankCase, RankResult, make_cases
+from tests.fixtures import PoolOf
 from tests.support.gpu.graph_safe import GraphSafe
 
 S = 4

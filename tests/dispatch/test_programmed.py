@@ -15,8 +15,8 @@ from dispatch.dispatcher import Dispatcher
 from dispatch.mode import Mode
 from dispatch.programmed import ProgrammedExchange, Room
 from dispatch.wires.shm import ShmWire
-from tests.conftest import PoolOf
 from tests.dispatch.exchange import catch
+from tests.fixtures import PoolOf
 
 HIDDEN, CHOICES, SLOTS = 24, 3, 4
 PLENTY = 64

@@ -16,10 +16,10 @@ from dispatch.row_formats import row_format
 from dispatch.wires.local import LocalWire
 from dispatch.wires.open import open_wire
 from dispatch.wires.wire import MAX_REFUSAL_BYTES, RankTable, Wire, decode_refusal, encode_refusal
-from tests.conftest import PoolOf
 from tests.dispatch.exchange import catch, run_layer
 from tests.dispatch.messages import swap, swap_or_refuse, text_of
 from tests.dispatch.oracle import RankCase, RankResult, make_cases, simulate
+from tests.fixtures import PoolOf
 
 S = 2
 BACKENDS = [(name, world_size) for world_size in (2, 4) for name in ("shm", "gloo")]

@@ -12,8 +12,8 @@ from dispatch.gpu.nccl import NcclRows
 from dispatch.rows import HostRows, Received, RowExchange, RowMover
 from dispatch.wires.local import LocalWire
 from dispatch.wires.open import open_wire
-from tests.conftest import PoolOf
 from tests.dispatch.exchange import catch
+from tests.fixtures import PoolOf
 
 BACKENDS = [("auto", 1), ("shm", 2), ("gloo", 2), ("nccl", 2), ("shm", 4), ("gloo", 4), ("nccl", 4)]
 CPU = torch.device("cpu")

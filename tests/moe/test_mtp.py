@@ -19,7 +19,7 @@ from moe.model import Skeleton
 from moe.mtp.layers import drafting_of
 from moe.mtp.names import MtpNames
 from scheduler.moves.telemetry import expert_map
-from tests.conftest import PoolOf
+from tests.fixtures import PoolOf
 from tests.moe.loaded import headers, rewrite
 from tests.support.engines.serving import build, misroute, own_share
 from tests.support.models.drafts import DraftingModel, Rows, open_drafting, rows_of

@@ -9,7 +9,7 @@ import torch
 
 from scheduler.assembly import Assembled
 from scheduler.policy.request import Logprobs
-from tests.conftest import PoolOf
+from tests.fixtures import PoolOf
 from tests.support.engines.serving import (
     build,
     misindex,

@@ -22,7 +22,7 @@ from kvcache.unit import block_parts, parts_after
 from moe.cpu.program import step as step_program
 from scheduler.assembly import Assembled
 from scheduler.policy.request import Request
-from tests.conftest import PoolOf
+from tests.fixtures import PoolOf
 from tests.scheduler.test_invariance import FAMILIES
 from tests.support.engines.serving import build, request, serve
 from tests.support.models.families import write_checkpoint

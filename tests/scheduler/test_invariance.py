@@ -17,7 +17,7 @@ from moe.model import Skeleton
 from scheduler.assembly import Assembled
 from scheduler.policy.config import DispatchMode
 from scheduler.policy.request import Request, RequestOutput, TokenBias
-from tests.conftest import PoolOf
+from tests.fixtures import PoolOf
 from tests.support.engines.serving import build, occupy, own_share, request, serve
 from tests.support.models.families import VOCABULARY, write_checkpoint
 from tests.support.placement.placements import random_placement

@@ -24,7 +24,7 @@ from scheduler.policy.batch import StepBatch
 from scheduler.policy.request import Expected, RankStats, Request, RequestOutput, Structure
 from scheduler.policy.speculative import parse_speculative_config
 from scheduler.step.lockstep import Agreement
-from tests.conftest import PoolOf
+from tests.fixtures import PoolOf
 from tests.scheduler.drafts.test_served_drafts import MTP, SHARE, SUFFIX, always_draft
 from tests.scheduler.test_overlapped_steps import BYTES, DRAWN, END, STOPS, Answer
 from tests.support.engines.serving import PATIENCE_S, build, occupy, request, serve

@@ -18,7 +18,7 @@ from scheduler.assembly import Assembled, assemble
 from scheduler.epochs.orders import Order
 from scheduler.policy.config import DispatchMode, EngineConfig
 from scheduler.policy.request import FinishReason, RankStats, RequestOutput
-from tests.conftest import PoolOf
+from tests.fixtures import PoolOf
 from tests.scheduler.epochs.test_regrouping import requests, serving
 from tests.scheduler.test_overlapped_steps import (
     Answer,

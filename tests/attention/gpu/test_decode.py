@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kvcache.codes import E4M3, INT8
-from tests.conftest import OnDevice
+from tests.fixtures import OnDevice
 from tests.support.gpu.attention import (
     SCALE,
     Heads,

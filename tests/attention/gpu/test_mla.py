@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.conftest import OnDevice
+from tests.fixtures import OnDevice
 from tests.support.cached_codes import FORMATS, quantised
 from tests.support.gpu.attention import (
     SCALE,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from kvcache.paged_cache import LayerShape
 from kvcache.step import Span
-from tests.conftest import OnDevice
+from tests.fixtures import OnDevice
 from tests.support.cached_codes import FORMATS, quantised, rounded_row
 
 HEADS, UNROTATED, ROTARY, VALUES, RANK = 4, 16, 16, 32, 32

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvcache.codes import E4M3, INT8
 from kvcache.step import Span
-from tests.conftest import OnDevice
+from tests.fixtures import OnDevice
 from tests.support.gpu.attention import (
     SCALE,
     Heads,

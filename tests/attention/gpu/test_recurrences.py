@@ -7,7 +7,7 @@ import torch
 
 from kvcache.paged_cache import LayerShape
 from kvcache.states import NO_STATE, StatePiece
-from tests.conftest import OnDevice
+from tests.fixtures import OnDevice
 from tests.support.models.recurrences import KINDS, Rank, check_a_batch, check_cuts, whole
 
 Rows = tuple[torch.Tensor, ...]

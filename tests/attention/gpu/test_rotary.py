@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from tests.conftest import OnDevice
+from tests.fixtures import OnDevice
 from tests.support.gpu.attention import some_fast
 
 

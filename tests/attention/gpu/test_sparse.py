@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from kvcache.paged_cache import LayerShape
 from kvcache.step import Span
-from tests.conftest import OnDevice
+from tests.fixtures import OnDevice
 from tests.support.cached_codes import FORMATS, quantised, rounded, rounded_row
 from tests.support.models import pools
 from tests.support.models.pools import Index, pooling_of, shape_of

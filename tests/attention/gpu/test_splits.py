@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tests.conftest import OnDevice
+from tests.fixtures import OnDevice
 
 TILE = 32
 UNEVEN = [0, 1, 700, 32, 4096, 33, 2048, 250, 65]

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from dispatch import Buffer, Config, EventHandle, EventOverlap
 from dispatch.errors import DispatchError
 from dispatch.faces.events import finished
-from tests.conftest import PoolOf
 from tests.dispatch.faces.buffer_cases import (
     BufferCase,
     expect_combined,
@@ -18,6 +17,7 @@ from tests.dispatch.faces.buffer_cases import (
     make_cases,
     portable,
 )
+from tests.fixtures import PoolOf
 
 L = 2  # experts per rank
 BACKENDS = [  # wire, ranks, whether they are on two nodes: nodes in a handle do not depend on the wire

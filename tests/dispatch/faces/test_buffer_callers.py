@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dispatch import Buffer, Config, EventHandle, EventOverlap, fp8
-from tests.conftest import PoolOf
+from tests.fixtures import PoolOf
 
 L, K, H, M = 2, 3, 128, 8  # experts per rank, choices, hidden size, maximum tokens
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from dispatch import Buffer, Config
 from dispatch.errors import WireUnavailable
-from tests.conftest import PoolOf
+from tests.fixtures import PoolOf
 
 
 class StandInConfig:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from dispatch import Buffer, Config, EventHandle
-from tests.conftest import PoolOf
+from tests.fixtures import PoolOf
 
 T, H, K = 3, 16, 2
 Arguments = dict[str, Any]

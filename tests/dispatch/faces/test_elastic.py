@@ -9,7 +9,6 @@ from torch import Tensor
 from dispatch.errors import DispatchError
 from dispatch.faces.elastic import ElasticBuffer, find_node_size
 from dispatch.faces.handles import EPHandle
-from tests.conftest import PoolOf
 from tests.dispatch.faces.elastic_oracle import (
     E,
     H,
@@ -22,6 +21,7 @@ from tests.dispatch.faces.elastic_oracle import (
     make_inputs,
     open_buffer,
 )
+from tests.fixtures import PoolOf
 
 TOKENS = {1: [5], 2: [7, 12], 4: [5, 0, 12, 3]}
 

@@ -7,8 +7,8 @@ import torch
 
 from dispatch.errors import DispatchError
 from dispatch.faces.elastic import ElasticBuffer
-from tests.conftest import PoolOf
 from tests.dispatch.faces.elastic_oracle import E, open_buffer
+from tests.fixtures import PoolOf
 
 
 def refuse_all(calls: list[dict[str, Any]]) -> list[tuple[str, str, bool]]:

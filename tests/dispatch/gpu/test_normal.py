@@ -15,10 +15,10 @@ from dispatch.errors import DispatchTimeout, PeerLost
 from dispatch.gpu.nccl import NcclRows
 from dispatch.rows import HostRows
 from dispatch.wires.open import open_wire
-from tests.conftest import PoolOf
 from tests.dispatch.exchange import catch
 from tests.dispatch.gpu.ranks import CPU, Outcome, S, check_pairs, run_layer
 from tests.dispatch.oracle import RankCase, make_cases, simulate
+from tests.fixtures import PoolOf
 from tests.support.gpu.interpreted import needs_triton
 from tests.support.models.no_reads import CountedReads
 from tests.support.ranks import RankPool

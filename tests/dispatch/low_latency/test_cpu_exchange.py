@@ -14,7 +14,6 @@ from dispatch.faces.low_latency import LowLatencyFace
 from dispatch.low_latency.calls import LowLatencyShape
 from dispatch.low_latency.cpu import CpuExchange
 from dispatch.wires.local import LocalWire
-from tests.conftest import PoolOf
 from tests.dispatch.low_latency.cases import (
     Layer,
     RankResult,
@@ -24,6 +23,7 @@ from tests.dispatch.low_latency.cases import (
     simulate,
 )
 from tests.dispatch.low_latency.ranks import run_layer, run_layers
+from tests.fixtures import PoolOf
 
 
 @lru_cache

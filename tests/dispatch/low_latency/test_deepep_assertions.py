@@ -13,9 +13,9 @@ from torch import Tensor
 
 from dispatch import fp8
 from dispatch.faces.low_latency import LowLatencyFace
-from tests.conftest import PoolOf
 from tests.dispatch.faces.deep_ep_utils.math import calc_diff
 from tests.dispatch.low_latency.ranks import open_face
+from tests.fixtures import PoolOf
 
 T, H, K, L = 8, 512, 4, 3
 RANK_OFFSET = 128

@@ -10,10 +10,10 @@ from dispatch.faces.events import EventOverlap
 from dispatch.faces.low_latency import LowLatencyFace
 from dispatch.low_latency.cpu import CpuExchange
 from dispatch.wires.open import open_wire
-from tests.conftest import PoolOf
 from tests.dispatch.conftest import RanksOf
 from tests.dispatch.low_latency.cases import Layer, RankResult, assert_same, make_cases, simulate
 from tests.dispatch.low_latency.ranks import BF16, INTERPRETED, bring, open_face, run_layer
+from tests.fixtures import PoolOf
 from tests.support.gpu.interpreted import needs_triton
 
 

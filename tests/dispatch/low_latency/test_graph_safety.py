@@ -14,8 +14,8 @@ from dispatch.faces.low_latency import LowLatencyFace
 from dispatch.low_latency.cpu import CpuExchange
 from dispatch.wires.local import LocalWire
 from dispatch.wires.open import open_wire
-from tests.conftest import PoolOf
 from tests.dispatch.low_latency.cases import Layer, make_cases
+from tests.fixtures import PoolOf
 from tests.support.gpu.graph_safe import GraphSafe
 
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from dispatch.wires import availability
 from dispatch.wires.availability import BACKENDS, why_not_served_by, why_unavailable
 from dispatch.wires.open import open_wire
-from tests.conftest import PoolOf
 from tests.dispatch.exchange import catch
+from tests.fixtures import PoolOf
 
 
 def open_by_name(name: str) -> str:

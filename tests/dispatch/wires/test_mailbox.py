@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from dispatch.errors import DispatchError, PeerLost
 from dispatch.wires.mailbox import MAX_WIDTH, LocalMailbox, open_mailbox
-from tests.conftest import PoolOf
 from tests.dispatch.exchange import catch
+from tests.fixtures import PoolOf
 
 
 def run_rounds(name: str, count: int, width: int) -> list[list[list[int]]]:

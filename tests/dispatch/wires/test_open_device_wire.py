@@ -19,9 +19,9 @@ from dispatch import Buffer
 from dispatch.errors import WireUnavailable
 from dispatch.faces import buffer, wires
 from dispatch.gpu.nccl import NcclRows
-from tests.conftest import PoolOf
 from tests.dispatch.faces import test_buffer as buffers
 from tests.dispatch.faces.buffer_cases import portable
+from tests.fixtures import PoolOf
 
 _FACTORIES = ("arange", "empty", "full", "ones", "tensor", "zeros")
 HOST_TABLES = {  # functions that create tensors for the host: counts of ranks and heads of messages

@@ -9,9 +9,9 @@ from dispatch.wires import segment
 from dispatch.wires.gloo import INCOMING_BYTES, MAX_PART_BYTES, fitting_part_bytes
 from dispatch.wires.open import open_wire
 from dispatch.wires.shm import MAX_REGION_BYTES, SEGMENT_BYTES, fitting_region_bytes
-from tests.conftest import PoolOf
 from tests.dispatch.exchange import check_bits, run_layers
 from tests.dispatch.oracle import RankCase, make_cases
+from tests.fixtures import PoolOf
 
 S = 4
 BACKENDS = [(name, world_size) for world_size in (2, 4, 8) for name in ("shm", "gloo")]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvcache.unit import block_parts, sum_of
-from tests.conftest import OnDevice
+from tests.fixtures import OnDevice
 from tests.kvcache.test_unit import filled_cache
 from tests.support.gpu.interpreted import needs_triton
 

@@ -8,7 +8,7 @@ import torch
 
 from kvcache.paged_cache import BLOCK_TOKENS, LayerShape
 from kvcache.step import Span
-from tests.conftest import OnDevice
+from tests.fixtures import OnDevice
 from tests.support.cached_codes import FORMATS, quantised, rounded
 from tests.support.gpu.interpreted import needs_triton
 from tests.support.ranks import RankPool

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.conftest import OnDevice
+from tests.fixtures import OnDevice
 from tests.support.gpu.interpreted import needs_triton
 from tests.support.ranks import RankPool
 

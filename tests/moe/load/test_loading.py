@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moe.load.loader import EXPERTS, WEIGHTS
 from scheduler.assembly import KERNELS
-from tests.conftest import PoolOf
+from tests.fixtures import PoolOf
 from tests.moe.loaded import SEQUENCES, Loaded, Tensors, assert_equal_bits, file_bytes, headers, load, rewrite
 from tests.support.engines.serving import build, own_share, teacher_forced
 from tests.support.models.families import write_checkpoint

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
-from tests.conftest import PoolOf
+from tests.fixtures import PoolOf
 from tests.moe.loaded import Loaded, assert_equal_bits, file_bytes, load
 from tests.moe.quantised_cases import bytes_of
 from tests.support.models.families import make_model

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
 from moe.cpu.weights.packed_weight import PackedWeight
-from tests.conftest import PoolOf
+from tests.fixtures import PoolOf
 from tests.moe.loaded import Loaded, assert_equal_bits, file_bytes, load
 from tests.moe.quantised_cases import CASES, FP8, MXFP4, Case, bytes_of
 from tests.support.engines.serving import build

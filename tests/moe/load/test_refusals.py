@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moe.load.checkpoint import CheckpointError
 from moe.load.quantisation import Quantisation, UnservedQuantisationError, WeightFormat, read_quantisation
-from tests.conftest import PoolOf
+from tests.fixtures import PoolOf
 from tests.moe.loaded import Tensors, headers, refused, rewrite
 from tests.moe.quantised_cases import FP8, MXFP4, Case, bytes_of
 from tests.support.engines.serving import build

@@ -16,7 +16,7 @@ from moe.lora.adapter_files import read_adapter
 from moe.lora.factors import _joined, _Piece
 from scheduler.assembly import Assembled
 from scheduler.policy.config import ConfigError
-from tests.conftest import PoolOf
+from tests.fixtures import PoolOf
 from tests.support.engines.serving import build, own_share, request, serve, teacher_forced
 from tests.support.engines.versions import version, write_other
 from tests.support.models.adapters import FUSED, SINGLE, STACKED, DrawnAdapter, merged, write_adapter

@@ -14,7 +14,7 @@ from moe.load.checkpoint import Checkpoint
 from moe.model import Skeleton
 from moe.vision.tower import Tower
 from scheduler.assembly import Assembled
-from tests.conftest import PoolOf
+from tests.fixtures import PoolOf
 from tests.support.engines.serving import build, occupy, own_share, request, serve, teacher_forced
 from tests.support.models.families import write_checkpoint
 from tests.support.models.greedy import greedy_with_images

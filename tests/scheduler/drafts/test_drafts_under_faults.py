@@ -13,7 +13,7 @@ from scheduler.moves.reports import MoveState
 from scheduler.policy.request import FinishReason, Request
 from scheduler.policy.speculative import parse_speculative_config
 from scheduler.sampling.sampler import Sampled
-from tests.conftest import PoolOf
+from tests.fixtures import PoolOf
 from tests.scheduler.drafts.test_served_drafts import MTP, NGRAM, SHARE, SUFFIX, always_draft
 from tests.scheduler.epochs.test_regrouping import check_left, serving
 from tests.scheduler.moves.test_relocation import Alone, Held, held_by, slot_digests

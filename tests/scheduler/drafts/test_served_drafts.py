@@ -16,7 +16,7 @@ from scheduler.policy.config import DispatchMode
 from scheduler.policy.sequence import Sequence
 from scheduler.policy.speculative import parse_speculative_config
 from scheduler.sampling.sampler import Sampled
-from tests.conftest import PoolOf
+from tests.fixtures import PoolOf
 from tests.scheduler.test_invariance import Answers, answers_of, collect
 from tests.support.engines.serving import build, occupy, request, serve
 from tests.support.models.families import VOCABULARY, write_checkpoint

@@ -7,7 +7,7 @@ import torch
 
 from moe.expert_weights import read_slot
 from scheduler.moves.reports import Cause, MoveState
-from tests.conftest import PoolOf
+from tests.fixtures import PoolOf
 from tests.scheduler.moves.test_relocation import (
     Alone,
     answers,

@@ -21,7 +21,7 @@ from scheduler.moves.channel import NoPeers, Pace
 from scheduler.moves.expert_transfer import MovableLayer
 from scheduler.moves.reports import Cause, MoveState, PlacementReport
 from scheduler.policy.request import Request
-from tests.conftest import PoolOf
+from tests.fixtures import PoolOf
 from tests.support.engines.moves import Intercepted, MovedRank, Moves, build_with_copies, targets
 from tests.support.engines.serving import build, own_share, request, serve
 from tests.support.models.families import VOCABULARY, write_checkpoint

@@ -11,7 +11,7 @@ from expert_placement.placement import EMPTY, Placement, linear_placement
 from scheduler.moves.start_placement import start_placement
 from scheduler.policy.config import ConfigError
 from scheduler.step.groups import check_agreed
-from tests.conftest import PoolOf
+from tests.fixtures import PoolOf
 from tests.support.placement.placements import random_placement
 
 

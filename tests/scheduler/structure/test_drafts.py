@@ -20,7 +20,7 @@ from scheduler.policy.sequence import Sequence
 from scheduler.policy.speculative import parse_speculative_config
 from scheduler.structure import grammar
 from scheduler.structure.grammar import Forms, GrammarMatcher
-from tests.conftest import PoolOf
+from tests.fixtures import PoolOf
 from tests.scheduler.drafts.test_served_drafts import MTP, NGRAM, SHARE, SUFFIX, NoCosts, drafter_of
 from tests.scheduler.structure.test_serving import BYTES, FORMS, requests
 from tests.scheduler.structure.test_serving import END as END_ID

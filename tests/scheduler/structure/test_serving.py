@@ -13,7 +13,7 @@ from scheduler.policy.request import FinishReason, Request, RequestOutput, Struc
 from scheduler.policy.sequence import Sequence
 from scheduler.structure.compiler import Vocabulary
 from scheduler.structure.masks import Mask, MaskThreads
-from tests.conftest import PoolOf
+from tests.fixtures import PoolOf
 from tests.support.engines.serving import Served, build, own_share, request, serve
 from tests.support.models.families import VOCABULARY as NUM_TOKENS
 from tests.support.models.families import write_checkpoint

@@ -7,7 +7,7 @@ import pytest
 
 from scheduler.policy.request import Request
 from scheduler.policy.speculative import parse_speculative_config
-from tests.conftest import PoolOf
+from tests.fixtures import PoolOf
 from tests.scheduler.structure.test_serving import BYTES, END, FORMS, texts
 from tests.scheduler.test_moved_requests import STAY, Pace, serve_moving
 from tests.support.engines.serving import build, occupy, request, serve

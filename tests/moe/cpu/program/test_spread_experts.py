@@ -15,7 +15,7 @@ from moe.cpu.program.layer import LayerProgram
 from moe.cpu.program.net import NetProgram
 from moe.cpu.program.spread_experts import SpreadExperts
 from scheduler.assembly import Assembled
-from tests.conftest import PoolOf
+from tests.fixtures import PoolOf
 from tests.support.engines.serving import build
 from tests.support.models.families import VOCABULARY
 

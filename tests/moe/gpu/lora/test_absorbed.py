@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.conftest import OnDevice
+from tests.fixtures import OnDevice
 
 HEADS, UNROTATED, VALUE, LATENT, ROTARY = 3, 20, 24, 40, 8
 RANKS = (4, 17)

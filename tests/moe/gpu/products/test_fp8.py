@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from moe.load.quantised_weight import QuantisedWeight
-from tests.conftest import OnDevice
+from tests.fixtures import OnDevice
 from tests.moe.gpu.grouped_cases import BF16, E4M3, F32, Case, Problem, make_weights
 from tests.support.gpu.path import build_interpreted, mixed_steps, run_steps
 from tests.support.models.families import VOCABULARY

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="needs triton: pip install -r requirements-dev.txt")
-from tests.conftest import OnDevice
+from tests.fixtures import OnDevice
 from tests.support.gpu.attention import dtypes_on
 
 N, K = 147, 136  # no multiple of a tile; K is the interpreter's: its alignment is any

@@ -11,7 +11,7 @@ from scheduler.policy.sequence import Sequence
 from scheduler.sampling.device_sampler import choose_tokens
 from scheduler.sampling.plan import make_plan
 from scheduler.sampling.sampler import sample
-from tests.conftest import OnDevice
+from tests.fixtures import OnDevice
 from tests.scheduler.sampling.test_device_sampler import DRAWN, INFINITE, RULED, sequence
 from tests.scheduler.sampling.test_sampler import logits
 from tests.support.gpu.interpreted import needs_triton
