@@ -367,5 +367,5 @@ def test_importing_a_model_leaves_nothing_to_import_for_its_build(tmp_path: Path
 
 
 def test_importing_no_model_is_an_error_of_its_own(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="has no config.json"):
+    with pytest.raises(UnsupportedModelError, match="has no config"):
         import_model(tmp_path)

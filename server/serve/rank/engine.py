@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
+from dispatch.compiled.turns import compile_in_turns
 from dispatch.errors import DispatchError, WireUnavailable
 from expert_placement.placement import Placement
 from kvcache.tiers.peers import PeerNetwork
@@ -132,9 +133,8 @@ def _prepare_to_fork(options: Options) -> None:
     """Import and compile what each engine of this model needs, so that the copy that replaces this one has it already."""
     with suppress(UnsupportedModelError):  # reported when the model is built
         import_model(Path(options.model))
-    if options.device == "cpu":
-        for kernel in draw.KERNELS:  # with the first one, numba registers its types and functions
-            kernel.compile()
+    if options.device == "cpu":  # with the first kernel, numba registers its types and functions
+        compile_in_turns({kernel.name: kernel.compile for kernel in draw.KERNELS})
 
 
 def _serve(options: Options, place: Place, environment: Mapping[str, str]) -> None:
