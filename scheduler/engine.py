@@ -193,15 +193,16 @@ class Engine:
         else:
             self._deliver(request_id)
 
-    def withdraw(self, request_id: str, *, even_if_begun: bool = False) -> None:
+    def withdraw(self, withdrawal: Withdraw) -> None:
         """Release a request if it has not begun, or in any case; an output reports the result.
 
         Unknown and ended requests are ignored.
         """
+        request_id = withdrawal.request_id
         if self._structures.forget(request_id):
             self._deliver(RequestOutput(request_id=request_id, token_ids=[], is_returned=True))
         else:
-            self._deliver(Withdraw(request_id, even_if_begun))
+            self._deliver(withdrawal)
 
     def expect(self, expected: Expected) -> None:
         """Load the blocks of a request while another rank of this host computes them, or give them back."""
@@ -400,11 +401,13 @@ class Engine:
         """Wait a moment for requests that other ranks are releasing for this one, so that the step can continue them."""
         if self._tiers is None:
             return
-        begun_s = self._clock()
+        begun_s: float | None = None
         while not self._planned:
             self._has_news.clear()
             self._take_news()
-            wait_s = self._scheduler.receive_moved(self._clock(), begun_s, is_releasing=is_releasing)
+            now_s = self._clock()
+            begun_s = now_s if begun_s is None else begun_s
+            wait_s = self._scheduler.receive_moved(now_s, begun_s, is_releasing=is_releasing)
             if not wait_s:
                 return
             self._hand_back(on_step)
@@ -524,7 +527,7 @@ class Engine:
             _, num_tokens, num_prefill = self._planned[place]
             self._tell(
                 lockstep, has_work=True, has_prefill=num_prefill > 0,
-                num_decodes=num_tokens - num_prefill, num_prefill=num_prefill,
+                num_decodes=num_tokens - num_prefill, num_prefill=num_prefill, is_releasing=False,
             )  # fmt: skip
             return
         coming, has_arrivals = self._scheduler.next_step, bool(self._inbox) or self._has_adapters
@@ -534,10 +537,18 @@ class Engine:
             has_prefill=coming.has_prefill or has_arrivals,
             num_decodes=coming.num_decodes,
             num_prefill=coming.num_prefill,
+            is_releasing=bool(self._leaving),
         )
 
     def _tell(
-        self, lockstep: LockStep, *, has_work: bool, has_prefill: bool, num_decodes: int, num_prefill: int
+        self,
+        lockstep: LockStep,
+        *,
+        has_work: bool,
+        has_prefill: bool,
+        num_decodes: int,
+        num_prefill: int,
+        is_releasing: bool,
     ) -> None:
         self._told_epoch = self._ordered_epoch(lockstep)
         serving, ready = self.weights.serving.number, self.weights.number_to_post()
@@ -555,7 +566,7 @@ class Engine:
             num_context=self._scheduler.num_context,
             memory_number=self.memory.number_to_post(is_idle=self._is_idle),
             weights=versions_word(serving, ready, is_prepared=is_prepared),
-            is_releasing=bool(self._leaving),
+            is_releasing=is_releasing,
         )
 
     @property
@@ -616,7 +627,8 @@ class Engine:
             elif isinstance(item, ForgetPrefixes):
                 self._scheduler.forget_prefixes(item.generation)
             elif isinstance(item, Expected):
-                self._scheduler.expect(item, self._clock())
+                in_step = item.in_step and self._agrees_on_moves
+                self._scheduler.expect(item._replace(in_step=in_step), self._clock())
             elif (output := self._answer(item)) is not None:
                 outputs.append(output)
         return outputs
@@ -625,12 +637,16 @@ class Engine:
         if not isinstance(item, Withdraw):
             self._leaving.pop(item, None)
             return self._scheduler.abort(item)
-        # With tiers, the next rank can wait for a running request, so it runs until both agree on the step.
-        can_wait = self._tiers is not None and self._overlapped is None
-        if can_wait and item.even_if_begun and self._scheduler.is_running(item.request_id):
+        is_agreed = item.in_step and self._agrees_on_moves
+        if is_agreed and item.even_if_begun and self._scheduler.is_running(item.request_id):
             self._leaving[item.request_id] = item
             return None
         return self._withdraw(item)
+
+    @property
+    def _agrees_on_moves(self) -> bool:
+        """Whether running requests move in steps that all ranks know. Without tiers, no rank waits for them."""
+        return self._tiers is not None and self._overlapped is None
 
     def _withdraw(self, item: Withdraw) -> RequestOutput | None:
         return self._scheduler.withdraw(item.request_id, even_if_begun=item.even_if_begun)

@@ -43,7 +43,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Search for new examples in `make test-all`. `make test` and CI take the same ones each time, so a failure is a change's."""
     durations.register(config)
-    if config.getoption("dist", "no") == "no" or hasattr(config, "workerinput"):  # this process runs tests
+    only_hands_out = config.getoption("dist", "no") != "no" and not config.option.collectonly
+    if hasattr(config, "workerinput") or not only_hands_out:
         config.pluginmanager.register(import_module("tests.fixtures"))
     config.addinivalue_line(
         "markers", "paired(names, of): of all combinations of these parameters, run one in `of`, by turns"

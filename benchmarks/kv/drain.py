@@ -1,9 +1,10 @@
 """How long does a stream pause when its rank drains, and how many bytes does the move cost, with and without a tier in host memory?
 
 `wideep serve` on two ranks. All streams have one session, so they run on one rank. It drains, and they move to the other rank,
-which drains next, and so on: every stream moves at every drain. A stream's pause is its gap at the time at which its rank was empty.
-This is compared with all ordinary gaps. A drain takes a few steps, so the longest gap of a stream from the drain on, until all have
-moved, is compared with its longest gap in an equally long time before. Every answer is compared with the answer without drains.
+which drains next, and so on: every stream moves at every drain. A stream's pause is its longest gap in the
+50 ms before its rank is reported empty, and is compared with all ordinary gaps. Streams that left in earlier steps than the last one
+count with a later gap. So the longest gap of a stream from the drain on, until all have moved, is compared with its longest gap in an
+equally long time before. Every answer is compared with the answer without drains.
 
 Expected bound: without a tier, the new rank computes a stream's tokens again, one rank for all streams, so the pause grows with
 the streams times their tokens. With a tier it loads their blocks, and the step in which both ranks know of the move waits for them,
@@ -37,6 +38,7 @@ DRAIN_S = 120.0
 _SETTLE_S = 1.0  # between two drains, for ordinary steps
 _BEGUN_PIECES = 10  # of every stream before the first drain
 _POLL_S = 0.01
+_NOTICED_S = 0.05  # within which a drain is reported
 _TIERS = {"none": [], "host memory": ["--kv-offloading-size=1G"]}
 _COUNTERS = ("wideep:request_moves_total", "vllm:kv_offload_load_bytes_total")
 
@@ -126,7 +128,7 @@ class Drains:
             earlier_s = max(begun_s, drained_s - (ended_s - drained_s))
             for stream in streams:
                 gaps_s += gaps_of(stream.arrivals_s, begun_s, drained_s)
-                pauses_s += gaps_of(stream.arrivals_s, empty_s, empty_s)
+                pauses_s.append(max(gaps_of(stream.arrivals_s, empty_s - _NOTICED_S, empty_s)))
                 before_s.append(max(gaps_of(stream.arrivals_s, earlier_s, drained_s)))
                 during_s.append(max(gaps_of(stream.arrivals_s, drained_s, ended_s)))
         answers = await asyncio.gather(*running)

@@ -165,6 +165,7 @@ class Withdraw(NamedTuple):
     request_id: str
     # Release it in any case. Tokens of steps in flight are dropped; the other rank samples the same ones.
     even_if_begun: bool = False
+    in_step: bool = False  # its next rank runs in lock-step with this one and expects it
 
 
 class Expected(NamedTuple):
@@ -172,6 +173,7 @@ class Expected(NamedTuple):
 
     request_id: str
     request: Request | None  # None: the request stays elsewhere
+    in_step: bool = False  # that rank runs in lock-step with this one
 
 
 class ForgetPrefixes(NamedTuple):

@@ -99,7 +99,7 @@ class Roster:
         self.running: list[Sequence] = []  # in the order in which they began
         self.parked: list[Sequence] = []  # waiting for the masks of their structures
         self.loading: list[Sequence] = []  # waiting for their prefixes from a tier
-        # Begun on another rank, which is releasing them: each with the time until which it may come.
+        # Begun on another rank, which is releasing them: each with the time at which it was announced.
         self.coming: dict[str, tuple[Sequence, float]] = {}
         self.num_preemptions = 0  # counter
         self._num_enqueued = 0
@@ -145,7 +145,7 @@ class Roster:
     def admit(self, sequence: Sequence) -> None:
         """Move a waiting sequence to the running ones."""
         self.waiting.remove(sequence)
-        sequence.status = SequenceStatus.RUNNING
+        sequence.status, sequence.num_holds_left = SequenceStatus.RUNNING, 0
         self.running.append(sequence)
 
     def charge(self, sequence: Sequence, *, num_prompt_tokens: int = 0, num_output_tokens: int = 0) -> None:
@@ -189,9 +189,9 @@ class Roster:
         """The sequences that have begun, and come or load their prefixes to continue."""
         return [each for each, _ in self.coming.values()] + [each for each in self.loading if each.has_begun]
 
-    def forget_coming(self, now_s: float) -> None:
-        """Forget the coming sequences that are overdue."""
-        for request_id in [name for name, (_, until_s) in self.coming.items() if until_s < now_s]:
+    def forget_coming(self, before_s: float) -> None:
+        """Forget the coming sequences that were announced before a time."""
+        for request_id in [name for name, (_, since_s) in self.coming.items() if since_s < before_s]:
             del self.coming[request_id]
 
     def bring_back(self) -> None:

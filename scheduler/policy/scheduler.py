@@ -28,9 +28,10 @@ class DuplicateRequestError(ValueError):
     """The id of a request that is already being served."""
 
 
-MOST_COMING_S = 1.0  # for a request that another rank is releasing
+MOST_COMING_S = 3.0  # for a request that another rank is releasing
 MOST_HOLD_S = 0.05  # for which a step waits for such requests
-MOST_HOLDS = 2  # steps that wait while one of them loads
+# Steps that wait while one of them loads, and if no step is agreed, as many before it comes.
+MOST_HOLDS = 2
 
 
 class SchedulerStats(NamedTuple):
@@ -184,7 +185,7 @@ class Scheduler:
 
     def collect(self, now_s: float) -> None:
         """Take back what the tiers have saved or loaded. `schedule` does it too."""
-        self._roster.forget_coming(now_s)
+        self._roster.forget_coming(now_s - MOST_COMING_S)
         if self._tables.tiers is not None:
             self._tables.tiers.collect(now_s)
             self._roster.bring_back()
@@ -286,7 +287,8 @@ class Scheduler:
             sequence.is_long = self._limits.is_long(len(sequence.token_ids))
             self._tables.expect(sequence, now_s)
             if sequence.has_begun:
-                self._roster.coming[expected.request_id] = (sequence, now_s + MOST_COMING_S)
+                sequence.num_holds_left = 0 if expected.in_step else MOST_HOLDS
+                self._roster.coming[expected.request_id] = (sequence, now_s)
             return
         self._roster.coming.pop(expected.request_id, None)
         if self._tables.tiers is not None:
@@ -299,7 +301,7 @@ class Scheduler:
         the next one began without it.
 
         Args:
-            begun_s: When the step began to wait, on the clock of `now_s`.
+            begun_s: When the step began to wait, on the clock of `now_s`. It does not wait for requests that were announced later.
             is_releasing: Whether another rank releases requests at the beginning of this step.
         """
         roster, until_s = self._roster, begun_s + MOST_HOLD_S
@@ -308,7 +310,8 @@ class Scheduler:
             return 0.0
         self.collect(now_s)
         self._plans.load_resumed(now_s)
-        is_held = (is_releasing and roster.coming) or any(each.num_holds_left for each in roster.loading)
+        is_due = is_releasing and any(since_s <= begun_s for _, since_s in roster.coming.values())
+        is_held = is_due or any(each.num_holds_left for each in roster.resuming)
         return max(0.0, until_s - now_s) if is_held else 0.0
 
     def _sequence_of(self, request: Request, matcher: StructureMatcher | None = None) -> Sequence:
@@ -377,7 +380,7 @@ class Scheduler:
         items = self._plans.plan_decodes(most)
         num_decode_tokens = sum([item.num_tokens for item in items])
         batch = self._plans.plan_prompts(items, num_decode_tokens, most, prefill_budget, now_s)
-        for sequence in self._roster.loading:
+        for sequence in self._roster.resuming:
             sequence.num_holds_left = max(0, sequence.num_holds_left - 1)
         if batch.items:
             self._in_flight.append(batch)

@@ -331,6 +331,7 @@ class Expect(NamedTuple):
 
     request_id: str
     submit: Submit | None  # None: the request stays elsewhere
+    in_step: bool = False  # both ranks run in lock-step
 
 
 class Abort(NamedTuple):

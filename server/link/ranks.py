@@ -257,9 +257,12 @@ class Ranks:
                 self.post(rank, part)
         self.post(rank, Submit.of(request, now_s))
 
-    def expect(self, rank: int, request: Request, *, now_s: float) -> None:
-        """Announce a request that another rank of the same host will hand over to this one. Its blocks need no rows of images."""
-        self.post(rank, Expect(request.request_id, Submit.of(request, now_s)))
+    def expect(self, rank: int, request: Request, *, now_s: float, in_step: bool = False) -> None:
+        """Announce a request that another rank of the same host will hand over to this one. Its blocks need no rows of images.
+
+        `in_step`: whether these ranks run in lock-step.
+        """
+        self.post(rank, Expect(request.request_id, Submit.of(request, now_s), in_step))
 
     @property
     def has_far(self) -> bool:

@@ -21,7 +21,7 @@ from scheduler.assembly import Assembled
 from scheduler.policy import scheduler as policy
 from scheduler.policy import tier_tables
 from scheduler.policy.batch import StepBatch
-from scheduler.policy.request import Expected, RankStats, Request, RequestOutput, Structure
+from scheduler.policy.request import Expected, RankStats, Request, RequestOutput, Structure, Withdraw
 from scheduler.policy.speculative import parse_speculative_config
 from scheduler.step.lockstep import Agreement
 from tests.fixtures import PoolOf
@@ -118,11 +118,11 @@ class Mover:
                     self._announced.append(Expected(name, None))
             elif self._is_due(name):
                 self._withdrawn.add(name)
-                self._engine.withdraw(name, even_if_begun=True)
+                self._engine.withdraw(Withdraw(name, even_if_begun=True, in_step=True))
                 if self._announces:
                     tokens = tuple(self.found[name].token_ids)
                     comes = replace(self._here[name], replayed_ids=tokens)
-                    self._announced.append(Expected(name, comes))
+                    self._announced.append(Expected(name, comes, in_step=True))
 
     def _is_due(self, name: str) -> bool:
         num_new = len(self.found[name].token_ids) - self._num_before[name]
@@ -352,8 +352,9 @@ def test_requests_with_a_cache_in_8_bits_move_at_every_step(
     check(pool_of, directory, coded, unmoved(pool_of, directory, coded))
 
 
+@pytest.mark.parametrize("in_step", [True, False], ids=["the same pool", "another pool"])
 def test_a_step_waits_for_a_request_that_another_rank_is_releasing(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
+    directory: Path, monkeypatch: pytest.MonkeyPatch, in_step: bool
 ) -> None:
     """One rank plays both parts. The request comes while its step waits, and continues in it without a token computed again."""
     monkeypatch.setattr(policy, "MOST_HOLD_S", PATIENCE_S)
@@ -384,8 +385,8 @@ def test_a_step_waits_for_a_request_that_another_rank_is_releasing(
         if any(output.is_returned for output in outputs):
             leaving.append(replace(so_far, num_awaited_tokens=outputs[0].num_saved_tokens))
         elif outputs and len(found["moves"]) in (1, 6, 7, 8, 9, 22):
-            engine.expect(Expected("moves", so_far))
-            engine.withdraw("moves", even_if_begun=True)
+            engine.expect(Expected("moves", so_far, in_step))
+            engine.withdraw(Withdraw("moves", even_if_begun=True, in_step=in_step))
 
     built.runner.run = recorded  # type: ignore[method-assign]
     engine._has_news = News()
@@ -404,10 +405,15 @@ def test_a_step_waits_only_a_moment_for_a_request_that_does_not_come(directory: 
     stays = request("stays", range(30, 40), max_tokens=20)
     built.engine.expect(Expected("never", never))
     assert len(serve(built, [stays]).token_ids["stays"]) == 20
-    built.scheduler.expect(Expected("never", never), 1.0)
+    built.scheduler.expect(Expected("never", never, in_step=True), 1.0)
     waits = partial(built.scheduler.receive_moved, begun_s=1.0)
     assert waits(1.01, is_releasing=True) == pytest.approx(policy.MOST_HOLD_S - 0.01)
     assert waits(1.0 + policy.MOST_HOLD_S, is_releasing=True) == waits(1.01, is_releasing=False) == 0.0
+    assert waits(1.01, begun_s=0.99, is_releasing=True) == 0.0, (
+        "it was announced while the step waited for another one"
+    )
+    built.scheduler.expect(Expected("never", never), 1.0)
+    assert waits(1.01, is_releasing=False) > 0.0, "ranks of different pools agree on no step"
     built.scheduler.expect(Expected("never", None), 1.0)
     assert waits(1.01, is_releasing=True) == 0.0
     built.engine.close()
@@ -432,7 +438,7 @@ def test_a_release_is_delivered_before_the_next_step_runs(directory: Path) -> No
         for output in outputs:
             events.append(f"{output.request_id} {'returned' if output.is_returned else stats.num_running}")
         if events[-2:] == ["moves 2", "stays 2"] and "moves returned" not in events:
-            built.engine.withdraw("moves", even_if_begun=True)
+            built.engine.withdraw(Withdraw("moves", even_if_begun=True))
 
     built.runner.run = recorded  # type: ignore[method-assign]
     wave = [request("moves", range(3, 12), max_tokens=9), request("stays", range(30, 40), max_tokens=3)]

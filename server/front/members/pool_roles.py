@@ -132,7 +132,7 @@ class PoolRoles:
     def _set(self, pool: Pool, role: Role) -> None:
         self._roles[pool.name] = role
         for rank in pool.ranks:
-            self._router.set_role(rank, role)
+            self._router.set_role(rank, role, pool=pool.name)
 
     def resize(self, pool: Pool) -> None:
         """Record a pool's new number of ranks. They get its role."""

@@ -145,6 +145,7 @@ class RankLoads:
         self._loads: dict[str, RequestLoad] = {}  # in order of arrival
         self._block_tokens: dict[int, int] = {}  # by rank, once reported
         self._hosts = [""] * num_ranks
+        self._pools = [""] * num_ranks
         self._stats: dict[int, RankStats] = {}  # by rank, the last report
         self._prefixes = PrefixMemory() if shared is None else shared.prefixes
 
@@ -167,6 +168,7 @@ class RankLoads:
         self._runs_prompts = np.pad(self._runs_prompts, (0, added), constant_values=True)
         self._runs_decodes = np.pad(self._runs_decodes, (0, added), constant_values=True)
         self._hosts += [""] * added
+        self._pools += [""] * added
 
     def _count_in(self, own: RankCounts) -> None:
         """Use these counts, which change in place."""
@@ -211,8 +213,9 @@ class RankLoads:
         """Make a draining rank an ordinary one again."""
         self._is_draining[rank] = False
 
-    def set_role(self, rank: int, role: Role) -> None:
-        """Set which part of requests a rank runs. Those that it decodes move away if it no longer decodes."""
+    def set_role(self, rank: int, role: Role, *, pool: str = "") -> None:
+        """Set a rank's pool and which part of requests it runs. Those that it decodes move away if it no longer decodes."""
+        self._pools[rank] = pool
         self._runs_prompts[rank], self._runs_decodes[rank] = role is not Role.DECODE, role is not Role.PREFILL
 
     @property
@@ -336,6 +339,10 @@ class RankLoads:
     def share_host(self, rank: int, other: int) -> bool:
         """Return whether two ranks share host memory, so that one can load what the other has computed."""
         return self._hosts[rank] == self._hosts[other]
+
+    def are_in_step(self, rank: int, other: int) -> bool:
+        """Return whether two ranks of a host run in lock-step, so that both know the step in which a request moves."""
+        return self.share_host(rank, other) and self._pools[rank] == self._pools[other]
 
     def note_stats(self, stats: RankStats) -> None:
         """Record a rank's state after a step."""

@@ -82,8 +82,10 @@ class Moves:
         ):
             for request_id, rank in moves.items():
                 leaves_surely = cause is not MoveCause.QUEUE
-                self._ranks.post(rank, Withdraw(request_id, even_if_begun=leaves_surely))
-                if leaves_surely and (target := router.target_of(request_id)) is not None:
+                target = router.target_of(request_id) if leaves_surely else None
+                in_step = target is not None and router.are_in_step(rank, target)
+                self._ranks.post(rank, Withdraw(request_id, leaves_surely, in_step))
+                if target is not None:
                     self.on_leaving(request_id, target)
         self._note_drained()
 

@@ -102,7 +102,8 @@ class Submissions:
         if request.replayed_ids and self._router.share_host(generation.rank, target):
             self.expect_no_more(generation, target)
             generation.expected_at = target
-            self._ranks.expect(target, request, now_s=now_s)
+            in_step = self._router.are_in_step(generation.rank, target)
+            self._ranks.expect(target, request, now_s=now_s, in_step=in_step)
 
     def expect_no_more(self, generation: Generation, rank: int | None = None) -> None:
         """Let the rank that expects a request give its blocks back, unless the request comes there: to `rank`."""

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
-from dispatch.compiled.turns import compile_in_turns
+from dispatch.compiled.turns import compile_in_turn
 from dispatch.errors import DispatchError, WireUnavailable
 from expert_placement.placement import Placement
 from kvcache.tiers.peers import PeerNetwork
@@ -130,11 +130,16 @@ def run_engine(options: Options, *, environment: Mapping[str, str] = os.environ)
 
 
 def _prepare_to_fork(options: Options) -> None:
-    """Import and compile what each engine of this model needs, so that the copy that replaces this one has it already."""
-    with suppress(UnsupportedModelError):  # reported when the model is built
+    """Import and compile what each engine of this model needs, so that the copy that replaces this one has it already.
+
+    Not for GPUs: modules of some packages use the device when they are imported, and a fork cannot use it any more.
+    """
+    if options.device != "cpu":
+        return
+    with suppress(OSError, UnsupportedModelError):  # reported when the model is built
         import_model(Path(options.model))
-    if options.device == "cpu":  # with the first kernel, numba registers its types and functions
-        compile_in_turns({kernel.name: kernel.compile for kernel in draw.KERNELS})
+    for kernel in draw.KERNELS:  # with the first one, numba registers its types and functions
+        compile_in_turn(kernel.name, kernel.compile, waits=False)
 
 
 def _serve(options: Options, place: Place, environment: Mapping[str, str]) -> None:

@@ -211,13 +211,13 @@ class FrontStream:
             case Submit(request):
                 self._note_open(request.request_id)
                 engine.submit(message.request_at(time.monotonic()))
-            case Expect(request_id, submit):
+            case Expect(request_id, submit, in_step):
                 comes = None if submit is None else submit.request_at(time.monotonic())
-                engine.expect(Expected(request_id, comes))
+                engine.expect(Expected(request_id, comes, in_step))
             case Abort(request_id):
                 engine.abort(request_id)
-            case Withdraw(request_id, even_if_begun):
-                engine.withdraw(request_id, even_if_begun=even_if_begun)
+            case Withdraw():
+                engine.withdraw(message)
             case Stop():
                 engine.stop()
             case Prepare(placement):

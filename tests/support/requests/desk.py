@@ -39,6 +39,7 @@ class StubRanks:
         self.withdrawals: list[Withdraw] = []
         self.memory_orders: list[tuple[int, MemoryOrder]] = []
         self.expected: list[tuple[int, str, bool]] = []  # rank, request, and whether it comes
+        self.in_step: list[bool] = []  # of those that come
 
     def submit(self, rank: int, request: Request, *, now_s: float) -> None:
         self.submitted.append((rank, request))
@@ -47,8 +48,9 @@ class StubRanks:
         for rank in range(2):
             self.post(rank, message)
 
-    def expect(self, rank: int, request: Request, *, now_s: float) -> None:
+    def expect(self, rank: int, request: Request, *, now_s: float, in_step: bool = False) -> None:
         self.expected.append((rank, request.request_id, True))
+        self.in_step.append(in_step)
 
     def post(self, rank: int, message: Abort | Expect | Withdraw | MemoryOrder) -> None:
         if isinstance(message, MemoryOrder):

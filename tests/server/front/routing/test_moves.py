@@ -351,9 +351,9 @@ class Hall:
         assert rank not in self.away
         self.to_rank[rank].append(message)
 
-    def _expect(self, rank: int, request: Request, *, now_s: float) -> None:
+    def _expect(self, rank: int, request: Request, *, now_s: float, in_step: bool = False) -> None:
         if rank not in self.away:  # the first rank may be lost at once, with others
-            self.to_rank[rank].append(Expected(request.request_id, request))
+            self.to_rank[rank].append(Expected(request.request_id, request, in_step))
 
     def step(self, rank: int) -> None:
         """Receive some messages, run a step, and send its outputs."""
@@ -367,7 +367,7 @@ class Hall:
                 elif isinstance(message, Expected):
                     fake.scheduler.expect(message, self._now_s)
                 elif isinstance(message, Withdraw):
-                    name, even_if_begun = message
+                    name, even_if_begun, _ = message
                     outputs.append(fake.scheduler.withdraw(name, even_if_begun=even_if_begun))
                 else:
                     outputs.append(fake.scheduler.abort(message.request_id))
