@@ -391,7 +391,7 @@ class Engine:
 
     def _release(self, on_step: OnStep) -> None:
         """Release the running requests that leave for other ranks. Those know about it since they agreed on this step."""
-        if self._planned:  # a step that broke off still holds them
+        if self._planned or not self._leaving:  # a step that broke off still holds them
             return
         leaving, self._leaving = self._leaving, {}
         self._outputs += filter(None, map(self._withdraw, leaving.values()))
@@ -637,8 +637,7 @@ class Engine:
         if not isinstance(item, Withdraw):
             self._leaving.pop(item, None)
             return self._scheduler.abort(item)
-        is_agreed = item.in_step and self._agrees_on_moves
-        if is_agreed and item.even_if_begun and self._scheduler.is_running(item.request_id):
+        if item.in_step and self._agrees_on_moves and self._scheduler.is_running(item.request_id):
             self._leaving[item.request_id] = item
             return None
         return self._withdraw(item)

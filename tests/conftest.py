@@ -41,7 +41,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Search for new examples in `make test-all`. `make test` and CI take the same ones each time, so a failure is a change's."""
+    """Register the fixtures where tests run. Search for new examples in `make test-all`.
+
+    `make test` and CI take the same ones each time, so a failure is a change's.
+    """
     durations.register(config)
     only_hands_out = config.getoption("dist", "no") != "no" and not config.option.collectonly
     if hasattr(config, "workerinput") or not only_hands_out:

@@ -1,10 +1,10 @@
 """How long does a stream pause when its rank drains, and how many bytes does the move cost, with and without a tier in host memory?
 
 `wideep serve` on two ranks. All streams have one session, so they run on one rank. It drains, and they move to the other rank,
-which drains next, and so on: every stream moves at every drain. A stream's pause is its longest gap in the
-50 ms before its rank is reported empty, and is compared with all ordinary gaps. Streams that left in earlier steps than the last one
-count with a later gap. So the longest gap of a stream from the drain on, until all have moved, is compared with its longest gap in an
-equally long time before. Every answer is compared with the answer without drains.
+which drains next, and so on: every stream moves at every drain. A stream's pause is its longest gap in the 50 ms before its rank is
+reported empty, and is compared with all ordinary gaps. Streams that left in earlier steps than the last one count with a later gap.
+So the longest gap of a stream from the drain on, until all have moved, is compared with its longest gap in an equally long time
+before. Every answer is compared with the answer without drains.
 
 Expected bound: without a tier, the new rank computes a stream's tokens again, one rank for all streams, so the pause grows with
 the streams times their tokens. With a tier it loads their blocks, and the step in which both ranks know of the move waits for them,

@@ -12,9 +12,8 @@ class SaveJob:
     index: int  # of the block or the slot
     key: bytes
     is_state: bool = False
-    is_tail: bool = (
-        False  # the block is not full: only the rank that continues its request needs it, and soon
-    )
+    # The block is not full: only the rank that continues its request needs it, and soon.
+    is_tail: bool = False
 
 
 @dataclass(eq=False)

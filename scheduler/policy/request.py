@@ -165,7 +165,8 @@ class Withdraw(NamedTuple):
     request_id: str
     # Release it in any case. Tokens of steps in flight are dropped; the other rank samples the same ones.
     even_if_begun: bool = False
-    in_step: bool = False  # its next rank runs in lock-step with this one and expects it
+    # Its next rank runs in lock-step with this one and expects it. Only with `even_if_begun`.
+    in_step: bool = False
 
 
 class Expected(NamedTuple):

@@ -279,9 +279,8 @@ class BlockTables:
         # The newest state at the end of a block is that of the last full block, or of the one before.
         ends = [end for end in (num_full, num_full - 1) if end > 0]
         keys = [self._pool.key_of(sequence.block_ids[end - 1]) for end in ends]
-        tiers.offer_blocks(
-            sequence, num_full, is_bounded=False
-        )  # it held them until now, and its next rank waits
+        # Without a bound: it held them until now, and its next rank waits.
+        tiers.offer_blocks(sequence, num_full, is_bounded=False)
         num_saved, num_computed = sequence.num_offered * size, sequence.num_computed
         has_tail = sequence.num_offered == num_full and tiers.offer_tail(sequence)
         self.vacate(sequence)
@@ -300,8 +299,8 @@ class BlockTables:
         self.leaving.discard(sequence)
         if self.tiers is not None:
             self.tiers.tails.drop(sequence.request.request_id)
-        if self.tiers is not None and self._enable_prefix_caching:
-            self.tiers.offer_last_blocks(sequence)
+            if self._enable_prefix_caching:
+                self.tiers.offer_last_blocks(sequence)
         self._pool.release(sequence.block_ids)
         sequence.block_ids = []
         if self._states is not None:

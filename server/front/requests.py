@@ -221,10 +221,10 @@ class Requests:
         self._router.note_stats(stats)
         self._moves.look()
 
-    def _announce(self, request_id: str, target: int) -> None:
+    def _announce(self, request_id: str, target: int, in_step: bool) -> None:
         """Let the next rank of a request prepare while its present one releases it."""
         if (generation := self._open.get(request_id)) is not None:
-            self._submissions.announce(generation, target, time.monotonic())
+            self._submissions.announce(generation, target, time.monotonic(), in_step=in_step)
 
     def _take_back(self, generation: Generation, output: RequestOutput, now_s: float) -> None:
         """Submit a request that its rank released, with its delivered tokens, to another rank."""

@@ -1,10 +1,10 @@
 """A waiting copy of an engine or a front that replaces it, so that a restart does not wait for imports.
 
-An engine forks after its imports, before it has anything else: no thread, device, connection or weights. The copy shares the
-engine's memory until one of them writes to it. A front must bind its sockets soon, so it forks before its imports, and the copy imports
-when the service is ready. When the process ends, the supervisor sends the copy the options and the environment of a new process. The
-copy forks its own successor and serves. Without a copy (it was killed, or the engine died during its imports), the supervisor starts a
-new process.
+An engine forks after its imports and, on CPUs, those of its model, before it has anything else: no thread, device, connection or weights.
+The copy shares the engine's memory until one of them writes to it. A front must bind its sockets soon, so it forks before its imports,
+and the copy imports when the service is ready. When the process ends, the supervisor sends the copy the options and the environment of a
+new process. The copy forks its own successor and serves. Without a copy (it was killed, or the engine died during its imports), the
+supervisor starts a new process.
 
 The copy is the supervisor's child from the start: the process forks twice, and the supervisor adopts orphans
 (`children.adopt_orphans`). So the supervisor can wait for it, and the kernel kills it when the supervisor ends. Both communicate

@@ -366,6 +366,6 @@ def test_importing_a_model_leaves_nothing_to_import_for_its_build(tmp_path: Path
     assert ended.stdout == "[]\n", ended.stderr
 
 
-def test_importing_no_model_is_an_error_of_its_own(tmp_path: Path) -> None:
+def test_a_folder_without_a_model_is_refused_by_its_import(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="has no config"):
         import_model(tmp_path)

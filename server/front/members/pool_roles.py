@@ -132,7 +132,8 @@ class PoolRoles:
     def _set(self, pool: Pool, role: Role) -> None:
         self._roles[pool.name] = role
         for rank in pool.ranks:
-            self._router.set_role(rank, role, pool=pool.name)
+            self._router.set_pool(rank, pool.name)
+            self._router.set_role(rank, role)
 
     def resize(self, pool: Pool) -> None:
         """Record a pool's new number of ranks. They get its role."""

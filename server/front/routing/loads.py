@@ -213,9 +213,12 @@ class RankLoads:
         """Make a draining rank an ordinary one again."""
         self._is_draining[rank] = False
 
-    def set_role(self, rank: int, role: Role, *, pool: str = "") -> None:
-        """Set a rank's pool and which part of requests it runs. Those that it decodes move away if it no longer decodes."""
-        self._pools[rank] = pool
+    def set_pool(self, rank: int, name: str) -> None:
+        """Set the pool of a rank. It runs in lock-step with the others of this pool."""
+        self._pools[rank] = name
+
+    def set_role(self, rank: int, role: Role) -> None:
+        """Set which part of requests a rank runs. Those that it decodes move away if it no longer decodes."""
         self._runs_prompts[rank], self._runs_decodes[rank] = role is not Role.DECODE, role is not Role.PREFILL
 
     @property

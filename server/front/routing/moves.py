@@ -60,8 +60,9 @@ class Moves:
         self._looked_s = -math.inf  # time of the last search
         # Returns whether the other fronts, if there are any, give a draining rank no requests any more.
         self.all_follow: Callable[[], bool] = lambda: True
-        # Called with a request that its rank will release, and the rank that has reserved a place for it.
-        self.on_leaving: Callable[[str, int], None] = lambda _request_id, _target: None
+        # Called with a request that its rank will release, the rank that has reserved a place for it, and whether the two ranks
+        # run in lock-step.
+        self.on_leaving: Callable[[str, int, bool], None] = lambda _request_id, _target, _in_step: None
 
     def num_open(self, rank: int) -> int:
         """Return the number of requests at a rank."""
@@ -84,9 +85,9 @@ class Moves:
                 leaves_surely = cause is not MoveCause.QUEUE
                 target = router.target_of(request_id) if leaves_surely else None
                 in_step = target is not None and router.are_in_step(rank, target)
-                self._ranks.post(rank, Withdraw(request_id, leaves_surely, in_step))
+                self._ranks.post(rank, Withdraw(request_id, even_if_begun=leaves_surely, in_step=in_step))
                 if target is not None:
-                    self.on_leaving(request_id, target)
+                    self.on_leaving(request_id, target, in_step)
         self._note_drained()
 
     def _prompt_of(self, request_id: str) -> Sequence[int]:

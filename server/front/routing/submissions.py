@@ -96,13 +96,15 @@ class Submissions:
             self._ranks.expect(next_rank, request, now_s=now_s)
         return True
 
-    def announce(self, generation: Generation, target: int, now_s: float) -> None:
-        """Let a rank load the blocks of a begun choice that its rank will release, if both are on one host."""
+    def announce(self, generation: Generation, target: int, now_s: float, *, in_step: bool) -> None:
+        """Let a rank load the blocks of a begun choice that its rank will release, if both are on one host.
+
+        `in_step`: whether they run in lock-step.
+        """
         request = self._journal.request_so_far(generation.ask.request.request_id)
         if request.replayed_ids and self._router.share_host(generation.rank, target):
             self.expect_no_more(generation, target)
             generation.expected_at = target
-            in_step = self._router.are_in_step(generation.rank, target)
             self._ranks.expect(target, request, now_s=now_s, in_step=in_step)
 
     def expect_no_more(self, generation: Generation, rank: int | None = None) -> None:

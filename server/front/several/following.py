@@ -128,7 +128,8 @@ class FollowingFront:
         self._enter_serving()
         for pool in state.pools:
             for rank in pool.ranks:
-                self._router.set_role(rank, pool.role, pool=pool.name)
+                self._router.set_pool(rank, pool.name)
+                self._router.set_role(rank, pool.role)
         if before is not None and state.num_aborts > before.num_aborts:
             self._requests.abort_all()
         if before is not None and state.num_forgets > before.num_forgets:

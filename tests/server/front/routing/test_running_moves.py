@@ -12,7 +12,6 @@ from server.front.routing.loads import MoveCause
 from server.front.routing.move_plans import MAX_MOVES
 from server.front.routing.router import Router
 from server.front.routing.routers import RoundRobin
-from server.options.pools import Role
 from tests.server.front.routing.test_moves import BLOCK_TOKENS, stats_of, text_of
 from tests.support.requests.desk import Desk, in_loop
 
@@ -263,7 +262,7 @@ async def test_only_ranks_of_a_pool_agree_on_the_step_of_a_move() -> None:
     for pools, in_step in ((("p", "p"), True), (("p", "q"), False)):
         desk, _, home = open_begun("a")
         for rank, pool in enumerate(pools):
-            desk.router.set_role(rank, Role.BOTH, pool=pool)
+            desk.router.set_pool(rank, pool)
         desk.moves.drain(home)
         assert [each.in_step for each in desk.ranks.withdrawals] == desk.ranks.in_step == [in_step]
 
