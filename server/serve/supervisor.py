@@ -468,7 +468,11 @@ class Supervisor:
     def _on_ready(self) -> None:
         if self._ended_s is not None:
             seconds, self._ended_s = time.monotonic() - self._ended_s, None
-            say(f"wideep: rank {self._place.rank} serves again, after {seconds:.0f} s", error=True)
+            say(
+                f"wideep: rank {self._place.rank} serves again, after {seconds:.0f} s",
+                error=True,
+                level="info",
+            )
         elif self._place.local_rank == 0:
             self._say(f"{self._describe_service()} at {self._http}")
         self._policy.has_served = self._is_serving = True

@@ -261,7 +261,7 @@ class FrontStream:
         status = self._come_back(time.monotonic() + self._config.front_recovery_timeout_s)
         if status:
             os._exit(status)
-        say(f"rank {rank}: the front is back", error=True)
+        say(f"rank {rank}: the front is back", error=True, level="info")
 
     def _come_back(self, until_s: float) -> int:
         """Attach to the restarted front. Returns the exit status if this fails for good, otherwise 0."""
@@ -309,7 +309,7 @@ class FrontStream:
             self.link.open(min(left_s, _STANDBY_S))
             self._front, self.standby = standby.addresses, None
             if self._leads:
-                say(f"rank {self._facts.rank}: the standby has taken over", error=True)
+                say(f"rank {self._facts.rank}: the standby has taken over", error=True, level="info")
             return
         self.link = self._make_link(facts)
         self.link.open(min(left_s, _FIRST_S))
