@@ -38,8 +38,8 @@ def read_durations(file: Path = FILE) -> dict[str, Duration]:
 
 
 def merged(recorded: dict[str, Duration], taken: dict[str, Duration]) -> str:
-    """Return the file's new text, longest first: tests that ran replace their rows, and rows of missing files go."""
-    kept = {name: each for name, each in recorded.items() if (ROOT / name.partition("::")[0]).exists()}
+    """Return the file's new text, longest first: tests that ran replace their rows, and rows of missing tests go."""
+    kept = {name: each for name, each in recorded.items() if _exists(name)}
     rows = [each for each in {**kept, **taken}.values() if each.seconds >= LEAST_S]
     rows.sort(key=lambda each: (-each.seconds, each.name))
     return "".join(f"{each.seconds:8.1f} {'slow' if each.is_slow else 'fast'} {each.name}\n" for each in rows)
@@ -53,6 +53,11 @@ def put_long_files_first(items: list[pytest.Item], recorded: dict[str, Duration]
             seconds[_file_of(item)] += recorded[item.nodeid].seconds
     long = {file: each for file, each in seconds.items() if each >= LONG_FILE_S}
     items.sort(key=lambda item: -long.get(_file_of(item), 0.0))
+
+
+def _exists(name: str) -> bool:
+    file, test = name.partition("[")[0].split("::")[:2]
+    return (ROOT / file).exists() and test in (ROOT / file).read_text()
 
 
 def _file_of(item: pytest.Item) -> str:

@@ -32,18 +32,14 @@ def test_no_recorded_test_takes_longer_than_its_suite_allows() -> None:
 
 
 def test_a_record_replaces_what_ran_and_keeps_the_rest(tmp_path: Path) -> None:
-    recorded = {
-        name: Duration(9.0, True, name) for name in (f"{HERE}::a", f"{HERE}::b", "tests/gone/test_x.py::c")
-    }
-    taken = {
-        name: Duration(seconds, False, name) for name, seconds in ((f"{HERE}::a", 11.25), (f"{HERE}::d", 0.5))
-    }
+    ran, kept = f"{HERE}::test_a_record", f"{HERE}::test_a_ceiling_is_a_multiple_of_the_record[2]"
+    # In two parts, because a test is gone if its file does not contain its name.
+    gone = (f"{HERE}::test_" + "gone", "tests/gone/test_x.py::c")
+    recorded = {name: Duration(9.0, True, name) for name in (ran, kept, *gone)}
+    taken = {name: Duration(seconds, False, name) for name, seconds in ((ran, 11.25), (f"{HERE}::d", 0.5))}
     file = tmp_path / "durations.txt"
     file.write_text(merged(recorded, taken))
-    assert list(read_durations(file).values()) == [
-        Duration(11.2, False, f"{HERE}::a"),
-        recorded[f"{HERE}::b"],
-    ]
+    assert list(read_durations(file).values()) == [Duration(11.2, False, ran), recorded[kept]]
 
 
 def test_long_files_start_first_and_the_others_keep_their_order() -> None:

@@ -1,23 +1,20 @@
 """Small picture files for tests, written without an image library."""
 
 import base64
-import random
 import struct
 import zlib
+
+import numpy
 
 
 def png(width: int, height: int, seed: int = 0) -> bytes:
     """Return a PNG of 8-bit colours: four coloured quarters with some noise."""
-    draw = random.Random(seed)
-    colours = [[draw.randrange(256) for _ in range(3)] for _ in range(4)]
-    lines = []
-    for y in range(height):
-        line = bytearray([0])  # no filter
-        for x in range(width):
-            colour = colours[2 * (2 * y >= height) + (2 * x >= width)]
-            line += bytes((value + draw.randrange(16)) % 256 for value in colour)
-        lines.append(bytes(line))
-    return png_of(width, height, b"".join(lines))
+    draw = numpy.random.default_rng(seed)
+    is_low, is_right = 2 * numpy.arange(height) >= height, 2 * numpy.arange(width) >= width
+    colours = draw.integers(256, size=(4, 3))[2 * is_low[:, None] + is_right]
+    lines = numpy.zeros((height, 1 + 3 * width), numpy.uint8)  # the first byte of a line: no filter
+    lines[:, 1:] = ((colours + draw.integers(16, size=colours.shape)) % 256).reshape(height, -1)
+    return png_of(width, height, lines.tobytes())
 
 
 def png_of(width: int, height: int, lines: bytes, *, depth: int = 8, colour_type: int = 2) -> bytes:
