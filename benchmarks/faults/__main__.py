@@ -284,6 +284,7 @@ def _print_summary(result: dict[str, Any]) -> None:
                 ("seen after", times["detected_s"]),
                 ("streams pause", times["pauses_s"]),
                 ("cut off for", times["cut_off_s"]),
+                ("first token after", times["first_token_s"]),
                 ("whole after", times["whole_s"]),
             )
             if spread

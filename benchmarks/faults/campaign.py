@@ -212,6 +212,13 @@ class Campaign:
             whole_s=whole_s - begun_s,
             pauses_s=pauses[False],
             cut_off_s=pauses[True],
+            first_tokens_s=[
+                wait_s
+                for each in self._asked
+                if (wait_s := each.first_wait_s) is not None
+                and each.asked_s < whole_s
+                and each.asked_s + wait_s > begun_s
+            ],
             load=load,
         )
 

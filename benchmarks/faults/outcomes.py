@@ -18,6 +18,7 @@ class FaultOutcome:
     whole_s: float
     pauses_s: list[float]  # of streams that were not cut off
     cut_off_s: list[float]  # of streams that were requested again: from the last piece to the next one
+    first_tokens_s: list[float]  # of streams that waited for their first token meanwhile: the whole wait
     load: float  # of the machine: running and waiting threads, mean of the last minute
 
 
@@ -32,6 +33,7 @@ def summarise(outcomes: Sequence[FaultOutcome]) -> dict[str, dict[str, Any]]:
             "detected_s": spread([each.detected_s for each in group if each.detected_s is not None]),
             "pauses_s": spread([pause for each in group for pause in each.pauses_s]),
             "cut_off_s": spread([pause for each in group for pause in each.cut_off_s]),
+            "first_token_s": spread([wait for each in group for wait in each.first_tokens_s]),
             "whole_s": spread([each.whole_s for each in group]),
         }
         for kind, group in by_kind.items()
@@ -65,4 +67,6 @@ def line_of(outcome: FaultOutcome) -> str:
     pause = f"longest pause {max(outcome.pauses_s):.2f} s" if outcome.pauses_s else "no stream was open"
     if outcome.cut_off_s:
         pause += f", {len(outcome.cut_off_s)} streams cut off for {max(outcome.cut_off_s):.2f} s at most"
+    if outcome.first_tokens_s:
+        pause += f", first token after {max(outcome.first_tokens_s):.2f} s at most"
     return f"{outcome.kind}: {seen}, {pause}, whole after {outcome.whole_s:.1f} s, load {outcome.load:.1f}"
