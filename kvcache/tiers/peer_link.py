@@ -34,7 +34,7 @@ from kvcache.tiers.tiers import Tiers
 from kvcache.unit import sum_of_bytes
 
 log = logging.getLogger(__name__)
-MOST_FETCH_S = 3.0  # then the request starts with what has arrived
+MOST_FETCH_S = 2.5  # then the request starts with what has arrived
 AVOID_S = 10.0  # after a failure, a peer is not used for this time
 MEASURE_AGAIN_S = 60.0  # an older rate counts as unknown, so that a bad one does not last
 _WEIGHT = 0.3  # of the newest measurement
