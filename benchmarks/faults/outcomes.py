@@ -64,9 +64,9 @@ def left_behind(
 def line_of(outcome: FaultOutcome) -> str:
     """Return a fault in one line."""
     seen = "no rank missed" if outcome.detected_s is None else f"seen after {outcome.detected_s:.2f} s"
-    pause = f"longest pause {max(outcome.pauses_s):.2f} s" if outcome.pauses_s else "no stream was open"
+    waits = f"longest pause {max(outcome.pauses_s):.2f} s" if outcome.pauses_s else "no stream was open"
     if outcome.cut_off_s:
-        pause += f", {len(outcome.cut_off_s)} streams cut off for {max(outcome.cut_off_s):.2f} s at most"
+        waits += f", {len(outcome.cut_off_s)} streams cut off for {max(outcome.cut_off_s):.2f} s at most"
     if outcome.first_tokens_s:
-        pause += f", first token after {max(outcome.first_tokens_s):.2f} s at most"
-    return f"{outcome.kind}: {seen}, {pause}, whole after {outcome.whole_s:.1f} s, load {outcome.load:.1f}"
+        waits += f", first token after {max(outcome.first_tokens_s):.2f} s at most"
+    return f"{outcome.kind}: {seen}, {waits}, whole after {outcome.whole_s:.1f} s, load {outcome.load:.1f}"

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+MOST_LOAD_S = 2.5  # for a load or a fetch: its request waits no longer
+
 
 @dataclass(eq=False)
 class SaveJob:

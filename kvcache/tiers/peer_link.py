@@ -26,7 +26,7 @@ from kvcache.tiers.frames import (
     RecordHeader,
     meaning_of,
 )
-from kvcache.tiers.jobs import FetchJob
+from kvcache.tiers.jobs import MOST_LOAD_S, FetchJob
 from kvcache.tiers.peer_server import KeySecret
 from kvcache.tiers.records import RecordLayout
 from kvcache.tiers.remote_memory import NixlAgent, RemoteMemoryError, RemoteReader, RemoteRecord
@@ -34,7 +34,6 @@ from kvcache.tiers.tiers import Tiers
 from kvcache.unit import sum_of_bytes
 
 log = logging.getLogger(__name__)
-MOST_FETCH_S = 2.5  # then the request starts with what has arrived
 AVOID_S = 10.0  # after a failure, a peer is not used for this time
 MEASURE_AGAIN_S = 60.0  # an older rate counts as unknown, so that a bad one does not last
 _WEIGHT = 0.3  # of the newest measurement
@@ -145,7 +144,7 @@ class PeerLink:
 
     def add(self, fetch: FetchJob) -> None:
         """Do a job after those before it."""
-        self._jobs.put((fetch, self._clock() + MOST_FETCH_S))
+        self._jobs.put((fetch, self._clock() + MOST_LOAD_S))
 
     def close(self) -> None:
         """End the thread soon."""

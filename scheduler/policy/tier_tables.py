@@ -26,11 +26,10 @@ from typing import NamedTuple, Protocol
 from kvcache.blocks import BlockPool
 from kvcache.states import StatePool
 from kvcache.tiers.figures import TierFigures
-from kvcache.tiers.jobs import FetchJob, LoadJob, SaveJob
+from kvcache.tiers.jobs import MOST_LOAD_S, FetchJob, LoadJob, SaveJob
 from scheduler.policy.sequence import Sequence, SequenceStatus
 from scheduler.policy.tails import Tail, Tails
 
-MOST_LOAD_S = 2.5  # also of a fetch
 MOST_AWAIT_S = 0.5
 MOST_JOIN_S = 0.02  # for blocks of a rank that saves nothing more: those that are missing were left out
 MOST_EXPECT_S = 60.0  # for a prompt on another rank

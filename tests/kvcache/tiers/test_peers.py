@@ -19,7 +19,7 @@ from kvcache.paged_cache import LayerShape
 from kvcache.prefix import ROOT_KEY, PrefixIndex
 from kvcache.tiers import frames, peer_link, peer_server
 from kvcache.tiers.frames import Channel
-from kvcache.tiers.jobs import FetchJob, LoadJob, SaveJob
+from kvcache.tiers.jobs import MOST_LOAD_S, FetchJob, LoadJob, SaveJob
 from kvcache.tiers.peer_link import MEASURE_AGAIN_S, TransferPace
 from kvcache.tiers.peers import PeerNetwork, Peers
 from kvcache.tiers.records import RecordLayout
@@ -561,7 +561,7 @@ def test_a_server_that_is_killed_in_the_middle_of_an_answer_costs_nothing_but_th
     monkeypatch.setattr(
         frames, "STALL_S", 60
     )  # a busy machine must not end the transfer before the server does
-    monkeypatch.setattr(peer_link, "MOST_FETCH_S", 60)
+    monkeypatch.setattr(peer_link, "MOST_LOAD_S", 60)
     process, pipe = started(serve_node, 3)
     address, records = pipe.recv()
     client = nodes(PLAIN)
@@ -587,7 +587,7 @@ def test_a_server_that_hangs_in_the_middle_of_an_answer_is_left(
     client = nodes(PLAIN)
     begun_s = time.monotonic()
     assert client.fetch(address).keys == set(client.keys()[:2])
-    assert time.monotonic() - begun_s < peer_link.MOST_FETCH_S and client.outcomes() == {"failed": 1}
+    assert time.monotonic() - begun_s < MOST_LOAD_S and client.outcomes() == {"failed": 1}
     process.kill()
     process.join(10)
 

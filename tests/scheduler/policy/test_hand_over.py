@@ -8,9 +8,10 @@ from kvcache.blocks import BlockPool
 from kvcache.images import Image
 from kvcache.prefix import ROOT_KEY, with_weights
 from kvcache.states import StatePool
+from kvcache.tiers.jobs import MOST_LOAD_S
 from scheduler.policy.request import Expected, Request, RequestOutput
 from scheduler.policy.scheduler import MOST_COMING_S, Scheduler
-from scheduler.policy.tier_tables import MOST_AWAIT_S, MOST_JOIN_S, MOST_LOAD_S
+from scheduler.policy.tier_tables import MOST_AWAIT_S, MOST_JOIN_S
 from tests.scheduler.policy.test_tier_tables import ask
 from tests.support.engines.fake_tiers import FakeTiers
 from tests.support.engines.policy_cases import BLOCK_TOKENS, rank_of, request_of, step

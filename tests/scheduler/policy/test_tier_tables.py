@@ -6,10 +6,9 @@ import pytest
 
 from kvcache.blocks import BlockPool
 from kvcache.states import StatePool
-from kvcache.tiers.jobs import LoadJob
+from kvcache.tiers.jobs import MOST_LOAD_S, LoadJob
 from scheduler.policy.request import Request, SamplingParams
 from scheduler.policy.scheduler import Scheduler
-from scheduler.policy.tier_tables import MOST_LOAD_S
 from tests.support.engines.fake_tiers import FakeTiers
 from tests.support.models.fake_model import PlannedRank, serve_alone
 

@@ -4,15 +4,15 @@ import base64
 import struct
 import zlib
 
-import numpy
+import numpy as np
 
 
 def png(width: int, height: int, seed: int = 0) -> bytes:
     """Return a PNG of 8-bit colours: four coloured quarters with some noise."""
-    draw = numpy.random.default_rng(seed)
-    is_low, is_right = 2 * numpy.arange(height) >= height, 2 * numpy.arange(width) >= width
+    draw = np.random.default_rng(seed)
+    is_low, is_right = 2 * np.arange(height) >= height, 2 * np.arange(width) >= width
     colours = draw.integers(256, size=(4, 3))[2 * is_low[:, None] + is_right]
-    lines = numpy.zeros((height, 1 + 3 * width), numpy.uint8)  # the first byte of a line: no filter
+    lines = np.zeros((height, 1 + 3 * width), np.uint8)  # the first byte of a line: no filter
     lines[:, 1:] = ((colours + draw.integers(16, size=colours.shape)) % 256).reshape(height, -1)
     return png_of(width, height, lines.tobytes())
 
