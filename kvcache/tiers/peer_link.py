@@ -37,6 +37,10 @@ log = logging.getLogger(__name__)
 AVOID_S = 10.0  # after a failure, a peer is not used for this time
 MEASURE_AGAIN_S = 60.0  # an older rate counts as unknown, so that a bad one does not last
 _WEIGHT = 0.3  # of the newest measurement
+# A pause of this thread can make a short transfer look like a slow link. So a rate predicts transfers of at most 8 times as many
+# bytes as it was measured with. A transfer of 0.1 s is long enough to predict any other.
+_MOST_TIMES = 8
+_SURE_S = 0.1
 
 
 class TransferPace:
@@ -44,6 +48,7 @@ class TransferPace:
 
     def __init__(self) -> None:
         self._rate = self._delay_s = 0.0  # bytes per second; from a request to its answer
+        self._most_bytes, self._longest_s = 0, 0.0  # of the transfers behind the rate
         self._measured_s = float("-inf")
         self._avoided_until_s = float("-inf")
 
@@ -56,7 +61,8 @@ class TransferPace:
         """
         if now_s < self._avoided_until_s or left_s <= 0:
             return False
-        if not self._rate or now_s - self._measured_s > MEASURE_AGAIN_S:
+        is_sure = num_bytes <= _MOST_TIMES * self._most_bytes or self._longest_s >= _SURE_S
+        if self._is_unknown(now_s) or not is_sure:
             return True
         seconds = self._delay_s + num_bytes / self._rate
         return seconds < left_s and (not token_s or seconds < num_tokens * token_s)
@@ -66,8 +72,11 @@ class TransferPace:
         if not num_bytes:
             return
         rate = num_bytes / max(seconds, 1e-6)
-        is_first = not self._rate or now_s - self._measured_s > MEASURE_AGAIN_S
-        weight = 1.0 if is_first else _WEIGHT
+        weight = _WEIGHT
+        if self._is_unknown(now_s):
+            weight, self._most_bytes, self._longest_s = 1.0, 0, 0.0
+        self._most_bytes = max(self._most_bytes, num_bytes)
+        self._longest_s = max(self._longest_s, seconds)
         self._rate += weight * (rate - self._rate)
         self._delay_s += weight * (delay_s - self._delay_s)
         self._measured_s = now_s
@@ -75,6 +84,9 @@ class TransferPace:
     def avoid(self, now_s: float) -> None:
         """Record a failure."""
         self._avoided_until_s = now_s + AVOID_S
+
+    def _is_unknown(self, now_s: float) -> bool:
+        return not self._rate or now_s - self._measured_s > MEASURE_AGAIN_S
 
 
 class PeerSide(NamedTuple):

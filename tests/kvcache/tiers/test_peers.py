@@ -631,6 +631,23 @@ def test_a_fetch_pays_if_it_is_predicted_to_be_faster_than_computing() -> None:
     assert pays(1 << 40, 1, 1e-9, now_s=1.1 + MEASURE_AGAIN_S), "an old rate counts as unknown"
 
 
+def test_a_small_transfer_that_was_slow_by_chance_does_not_rule_out_a_large_one() -> None:
+    pace = TransferPace()
+
+    def pays(num_bytes: int) -> bool:
+        return pace.pays(num_bytes, 1000, 0.0, left_s=2.5, now_s=0.0)
+
+    pace.note(1_000_000, 0.02, 0.0, now_s=0.0)  # 50 MB/s: 8 MB take 0.16 s, 127 MB would take 2.54 s
+    assert pays(127_000_000)
+    pace.note(127_000_000, 2.5, 0.0, now_s=0.0)
+    assert not pays(127_000_000), "it was measured with as many bytes"
+    slow = TransferPace()
+    slow.note(1_000_000, 0.2, 0.0, now_s=0.0)
+    assert not slow.pays(127_000_000, 1000, 0.0, left_s=2.5, now_s=0.0), "that long is not by chance"
+    slow.note(1_000, 0.001, 0.0, now_s=2 * MEASURE_AGAIN_S)
+    assert slow.pays(127_000_000, 1000, 0.0, left_s=2.5, now_s=2 * MEASURE_AGAIN_S), "it counts for a minute"
+
+
 def test_a_slow_peer_is_declined_and_counted(nodes: Callable[..., Node]) -> None:
     source, client = nodes(PLAIN), nodes(PLAIN)
     source.remember(3)
