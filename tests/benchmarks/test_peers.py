@@ -42,7 +42,7 @@ def there(_model: Path, _options: peers.PeerOptions, _log: IO[bytes]) -> Any:
 
 
 def not_there(_model: Path, _options: peers.PeerOptions, _log: IO[bytes]) -> Any:
-    needs("a-compiler-that-nobody-has")
+    needs("a-compiler-that-does-not-exist")
 
 
 def test_what_cannot_be_installed_is_named_and_the_others_run() -> None:
@@ -54,7 +54,7 @@ def test_what_cannot_be_installed_is_named_and_the_others_run() -> None:
     with contextlib.ExitStack() as stack:
         running, missing = peers._start(stack, programs, Path(), OPTIONS)
     assert list(running) == ["wideep 1 rank"]
-    assert missing == {"llama.cpp bf16": "a-compiler-that-nobody-has not found"}
+    assert missing == {"llama.cpp bf16": "a-compiler-that-does-not-exist not found"}
     with contextlib.ExitStack() as stack, pytest.raises(MissingPeerError):
         peers._start(stack, [peers.Program("wideep 1 rank", not_there)], Path(), OPTIONS)
 

@@ -241,7 +241,7 @@ def swap_until(store: Store, key: str, wire: Wire) -> list[str]:
         wire.open_windows(is_over)
         wire.exchange(is_over, None)
         if is_over.values[0] or (wire.rank and wire.received(0).numel()):
-            return [*wrong, "rank 2 never gave up"] if late else wrong
+            return [*wrong, "rank 2 never stopped waiting"] if late else wrong
     raise AssertionError(f"{R} ranks never end")
 
 

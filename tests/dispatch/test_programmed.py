@@ -1,4 +1,4 @@
-"""An exchange by programs yields the bits of `Dispatcher`, whichever part the passes leave to Python."""
+"""An exchange by programs yields the bits of `Dispatcher`, for each part that the passes may leave to Python."""
 
 from collections.abc import Callable
 from typing import NamedTuple

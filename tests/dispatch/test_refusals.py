@@ -260,6 +260,6 @@ def test_refusals_survive_their_bytes() -> None:
 
 def test_one_rank_may_refuse() -> None:
     wire = LocalWire()
-    wire.refuse("nobody hears it")
+    wire.refuse("it is lost")
     wire.exchange(RankTable(1), None)
     assert wire.received(0).numel() == 0

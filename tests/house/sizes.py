@@ -54,10 +54,10 @@ def _folders(files: list[Path]) -> Counter[str]:
 def _print_package(name: str, files: list[Path]) -> None:
     lines = sum(_num_lines(file) for file in files)
     folders = _folders(files)
-    told = [file for file in files if file.name != "__init__.py"]
+    modules = [file for file in files if file.name != "__init__.py"]
     folder, count = folders.most_common(1)[0] if folders else ("", 0)
     print(
-        f"{name:18}{lines:8}{len(told):7}{len(folders):9}{lines / max(len(told), 1):12.0f}  {count} {folder}"
+        f"{name:18}{lines:8}{len(modules):7}{len(folders):9}{lines / max(len(modules), 1):12.0f}  {count} {folder}"
     )
 
 

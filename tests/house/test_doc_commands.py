@@ -120,8 +120,8 @@ def run(each: Documented, place: Place, folder: Path) -> str:
         return f"line {each.line}: no end after {TIME_OUT_S:g} s: {each.text}"
     if ended.returncode == 0:
         return ""
-    said = "\n".join((ended.stdout + ended.stderr).strip().splitlines()[-8:])
-    return f"line {each.line}: status {ended.returncode}: {each.text}\n{said}"
+    output = "\n".join((ended.stdout + ended.stderr).strip().splitlines()[-8:])
+    return f"line {each.line}: status {ended.returncode}: {each.text}\n{output}"
 
 
 @pytest.mark.slow

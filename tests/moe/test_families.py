@@ -34,7 +34,7 @@ TOLERANCE = 1e-4
 # Families in addition to those of the parity test, each with its special feature.
 SERVED = {
     "afmoe": "gated attention, sliding windows, the mask given by keyword",
-    "aria_text": "a shared expert beside choices without a norm",
+    "aria_text": "a shared expert and weights without a norm",
     "axk1": "MLA with another norm",
     "beam": "grouped routing, rotary embeddings in some layers only, capped logits",
     "cohere2_moe": "parallel blocks, scaled logits",
@@ -94,7 +94,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 MIXTRAL_CHANGES: dict[str, tuple[dict[str, Any], str]] = {
     "unknown model type": ({"model_type": "nosuch"}, "transformers cannot use .*config.json: .*`nosuch`"),
     "no model type": ({"model_type": None}, "transformers cannot use .*config.json: "),
-    "code of its own": (
+    "remote code": (
         {"model_type": "nosuch", "auto_map": {"AutoConfig": "config.X"}},
         "code that comes with a checkpoint is not run",
     ),

@@ -13,7 +13,7 @@ def counts(layers: int = 1) -> LoadCounts:
 
 
 def choices(tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return experts and slots of tokens. One slot in nine is no choice."""
+    """Return experts and slots of tokens. One slot in nine is empty."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(EXPERTS, (tokens, CHOICES), generator=generator)
     slots = torch.randint(RANKS * SLOTS, (tokens, CHOICES), generator=generator)

@@ -36,7 +36,7 @@ GROUP_TIMEOUT_S = 30.0
 
 
 class RankDied(NamedTuple):
-    """Result of a rank whose process ended before it answered."""
+    """Result of a rank that ended before it answered."""
 
     exitcode: int | None
 
@@ -126,7 +126,7 @@ class RankPool:
         """Wait for the answers of `ranks` (default: all) and return them in that order.
 
         Args:
-            ranks: Ranks to wait for. The others (a stopped one, say) may answer a later call.
+            ranks: Ranks to wait for. The others (for example a stopped one) may answer a later call.
             may_die: Ranks that may die. The result of a dead rank is a `RankDied`.
             timeout_s: Seconds for all ranks together. Defaults to the pool's.
         """
@@ -235,5 +235,5 @@ def _answer(call: bytes) -> bytes:
         return pickle.dumps(function(*args))
     except pytest.skip.Exception as skip:  # not an Exception: it would end the rank, and the pool with it
         return pickle.dumps(_Skipped(str(skip)))
-    except Exception:  # noqa: BLE001 - whatever a test's function raises is the test's result
+    except Exception:  # noqa: BLE001 - each exception of a test's function is the test's result
         return pickle.dumps(_Raised(traceback.format_exc()))

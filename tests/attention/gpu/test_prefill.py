@@ -116,7 +116,7 @@ def test_prefill_of_codes_equals_the_oracle(on_device: OnDevice, case: tuple[Any
 
 
 def see_images(device: str, window: int) -> None:
-    """Images within a tile, over two tiles, and at the end of a prompt, whose rows see each other both ways."""
+    """Images within a tile, over two tiles, and at the end of a prompt. Rows of an image attend to each other in both directions."""
     paged = make_paged([(37, 1), (20, 90), (0, 30)], SMALL).to(device)
     ends = paged.step.image_end_T
     for row, length, end in ((3, 10, 32), (40, 35, 94), (105, 16, 30)):

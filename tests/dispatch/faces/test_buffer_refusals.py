@@ -103,12 +103,12 @@ DISPATCH: dict[str, tuple[Callable[[Arguments, Any], Arguments], str]] = {
         "num_worst_tokens is 99; it must be 0, or positive with topk_idx",
     ),
     "a dict as config": (lambda a, h: {"config": {"num_sms": 20}}, "config is builtins.dict"),
-    "an event that is none": (lambda a, h: {"previous_event": 3}, "previous_event is int"),
+    "an event of another type": (lambda a, h: {"previous_event": 3}, "previous_event is int"),
     "a handle with choices": (
         lambda a, h: {"handle": h},
         "topk_idx and topk_weights must be None with a handle",
     ),
-    "a handle that is none": (
+    "a handle of another type": (
         lambda a, h: {"handle": (1, 2), "topk_idx": None, "topk_weights": None},
         "handle is tuple of 2; it must be the tuple of 6",
     ),

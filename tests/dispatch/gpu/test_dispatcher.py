@@ -42,8 +42,8 @@ def draw(seed: int, tokens: list[int], **settings: Any) -> list[RankCase]:
 LAYERS = {
     "uneven": draw(1, [3, 1]),
     "one rank has all tokens, and as many as it may": draw(2, [4, 0], dtype=BF16, hidden=33),
-    "nobody has tokens": draw(3, [0, 0]),
-    "nobody chooses": draw(4, [1, 1], no_choice=1.0),
+    "no rank has tokens": draw(3, [0, 0]),
+    "no token has an expert": draw(4, [1, 1], no_choice=1.0),
     "all to one slot, repeated": draw(5, [2, 2], only_slot=4, no_choice=0.0),
     "more choices than slots": draw(6, [2, 1], choices=8, no_choice=0.0, dtype=torch.float16),
 }

@@ -22,7 +22,7 @@ LAYERS = {
     "float16, several tiles": make_cases(4, [2], dtype=torch.float16, hidden=1100),
     "all to one slot": make_cases(5, [4], only_slot=3, no_choice=0.0),
     "no tokens": make_cases(6, [0]),
-    "nobody chooses": make_cases(7, [3], no_choice=1.0),
+    "no token has an expert": make_cases(7, [3], no_choice=1.0),
 }
 
 

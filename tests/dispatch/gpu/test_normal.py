@@ -84,35 +84,35 @@ def refuse_a_call(is_combine: bool) -> tuple[str, str, Tensor]:
         y_PH = torch.zeros(sent.handle.num_pairs, 16, dtype=torch.float64 if is_wrong else torch.float32)
         dispatcher.combine(y_PH, case.weights_TK, sent)
 
-    said, later = catch(call), catch(dispatcher.begin_check())
+    message, later = catch(call), catch(dispatcher.begin_check())
     combined = run_layer(dispatcher, case).combined_TH
     dist.barrier()
-    return said, later, combined
+    return message, later, combined
 
 
 @pytest.mark.parametrize("is_combine", [False, True])
 def test_a_refusal_reaches_the_peer_by_its_next_look(interpreting_pair: RankPool, is_combine: bool) -> None:
-    (said, later, first), (own, _, second) = interpreting_pair.run(refuse_a_call, is_combine)
+    (message, later, first), (own, _, second) = interpreting_pair.run(refuse_a_call, is_combine)
     assert own.startswith("ValueError: y_PH is" if is_combine else "ValueError: slots_TK is")
-    assert (later if is_combine else said) == own.replace(
+    assert (later if is_combine else message) == own.replace(
         "ValueError: ", "PeerRefused: rank 1 refused the call: "
     )
-    assert (said if is_combine else later) == "no error"
+    assert (message if is_combine else later) == "no error"
     want = simulate(LAYERS[0], S)
     assert torch.equal(first, want[0].combined_TH) and torch.equal(second, want[1].combined_TH)
 
 
 def disagree(through_hosts: bool) -> str:
     dispatcher, hidden = open_normal(through_hosts=through_hosts), 16 + dist.get_rank()
-    said = catch(lambda: dispatcher.dispatch(torch.zeros(2, hidden), torch.tensor([[0, 3], [1, 4]])))
+    message = catch(lambda: dispatcher.dispatch(torch.zeros(2, hidden), torch.tensor([[0, 3], [1, 4]])))
     dist.barrier()
-    return said
+    return message
 
 
 @pytest.mark.parametrize("through_hosts", [False, True])
 def test_ranks_that_disagree_are_told(interpreting_pair: RankPool, through_hosts: bool) -> None:
-    for rank, said in enumerate(interpreting_pair.run(disagree, through_hosts)):
-        assert said.startswith(f"RanksDisagree: rank {1 - rank} made another call than rank {rank}")
+    for rank, message in enumerate(interpreting_pair.run(disagree, through_hosts)):
+        assert message.startswith(f"RanksDisagree: rank {1 - rank} made another call than rank {rank}")
 
 
 class NeverDone:
@@ -129,18 +129,18 @@ def wait_for_nobody(timeout_s: float, interrupt_after_s: float) -> str:
     rows = NcclRows(dist.group.WORLD, device=CPU, timeout_s=timeout_s)
     timer = threading.Timer(interrupt_after_s, rows.interrupt, [PeerLost(1, "its heart stands still")])
     timer.start()
-    said = catch(lambda: rows.wait(NeverDone()))
+    message = catch(lambda: rows.wait(NeverDone()))
     timer.cancel()
-    return f"{said}; {catch(lambda: rows.refuse('later'))}"
+    return f"{message}; {catch(lambda: rows.refuse('later'))}"
 
 
 def test_a_collective_that_does_not_end_is_given_up(interpreting_pair: RankPool) -> None:
     """It ends by the timeout, or when the host learns otherwise that a peer is lost."""
-    for rank, said in enumerate(interpreting_pair.run(wait_for_nobody, 0.05, 60.0)):
-        assert said.startswith(f"{DispatchTimeout.__name__}: rank {1 - rank} sent nothing for 0.05 s")
-        assert said.endswith("DispatchError: these collectives are closed")
-    for said in interpreting_pair.run(wait_for_nobody, 60.0, 0.05):
-        assert said.startswith("PeerLost: rank 1 is lost: its heart stands still")
+    for rank, message in enumerate(interpreting_pair.run(wait_for_nobody, 0.05, 60.0)):
+        assert message.startswith(f"{DispatchTimeout.__name__}: rank {1 - rank} sent nothing for 0.05 s")
+        assert message.endswith("DispatchError: these collectives are closed")
+    for message in interpreting_pair.run(wait_for_nobody, 60.0, 0.05):
+        assert message.startswith("PeerLost: rank 1 is lost: its heart stands still")
 
 
 class BrokenWork:

@@ -62,7 +62,7 @@ def test_what_cannot_work_is_refused(backend: str, facts: list[RankDevice], text
     assert str(raised.value) == text
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="only where there is no CUDA device")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="only without a CUDA device")
 def test_symmetric_memory_says_what_it_needs() -> None:
     with pytest.raises(
         WireUnavailable, match="needs a CUDA device and this machine has none; use shm or gloo"

@@ -1,6 +1,6 @@
 """The assertions of DeepEP's own low-latency test in our code: rows that carry their source, counts, ranges, sums.
 
-Values show where a row comes from: all channels except the last 128 hold the source rank, and the last 128 hold the
+Values show the source of a row: all channels except the last 128 hold the source rank, and the last 128 hold the
 token. The original file runs through `dispatch.deep_ep_shim`, from a checkout.
 """
 

@@ -55,7 +55,7 @@ def open_for_gpus() -> list[str]:
     return texts
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="only where there is no CUDA device")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="only without a CUDA device")
 def test_without_a_gpu_its_backends_are_a_named_error(pool_of: PoolOf) -> None:
     for nccl, nvshmem in pool_of(2).run(open_for_gpus):
         assert nccl.startswith("nccl cannot be used: this machine has no CUDA device")

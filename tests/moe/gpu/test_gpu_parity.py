@@ -39,7 +39,7 @@ FAMILIES = (
 
 WIDE: dict[str, Any] = {"hidden_size": 128, "moe_intermediate_size": 128, "num_hidden_layers": 2}
 # Second scales, zeros, two formats in one model.
-AS_PUBLISHED = ("compressed-tensors NVFP4", "AWQ", "compressed-tensors, int4 experts beside FP8")
+AS_PUBLISHED = ("compressed-tensors NVFP4", "AWQ", "compressed-tensors, int4 experts and FP8")
 
 
 class Found(NamedTuple):

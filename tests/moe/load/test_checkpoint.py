@@ -69,7 +69,7 @@ def test_the_file_that_the_index_names_counts_where_two_have_a_tensor(
 
 
 @pytest.mark.parametrize(
-    "index", [None, {"other": A, "more": B}], ids=["no index", "an index that does not say"]
+    "index", [None, {"other": A, "more": B}], ids=["no index", "an index without that entry"]
 )
 def test_a_tensor_in_two_files_is_refused_where_no_index_says_which_counts(
     index: dict[str, str] | None, tmp_path: Path

@@ -106,7 +106,7 @@ def test_latent_attention_and_shared_experts_have_the_bits_that_are_meant(name: 
     assert_equal_bits(load(tmp_path / "published").logits, load(meant).logits)
 
 
-AT_TWO_RANKS = ["compressed-tensors int4 around zeros", "ModelOpt, NVFP4 experts beside FP8", "AWQ"]
+AT_TWO_RANKS = ["compressed-tensors int4 around zeros", "ModelOpt, NVFP4 experts and FP8", "AWQ"]
 
 
 @pytest.mark.crossed("name", every=3)
@@ -125,7 +125,7 @@ def test_two_ranks_read_their_own_experts_and_answer_as_one_does(
         assert_equal_bits(loaded.logits, wanted[rank::2])
 
 
-@pytest.mark.parametrize("name", ["MXFP8", "FP8, a scale per matrix", "FP4 experts beside FP8 in blocks"])
+@pytest.mark.parametrize("name", ["MXFP8", "FP8, a scale per matrix", "FP4 experts and FP8 in blocks"])
 def test_transformers_itself_reads_the_same_weights_from_these_files(name: str, tmp_path: Path) -> None:
     """The second oracle, for formats that it reads without further packages: weights expanded by its own code."""
     meant = write_published(name, tmp_path / "published", num_hidden_layers=1)

@@ -154,7 +154,7 @@ FUSED = "model.layers.1.mlp.experts.down_proj_scales"
 SCALES: dict[str, tuple[str, str, Callable[[Tensor], Tensor], str]] = {
     "FP8 in blocks": ("compressed-tensors FP8 in blocks", f"{UP}.weight_scale", times(INF), "has a scale of inf"),
     "FP8 in blocks under powers of two": (
-        "FP4 experts beside FP8 in blocks", f"{OUT}.scale", bits(0, 0xFF), "has a scale of nan",
+        "FP4 experts and FP8 in blocks", f"{OUT}.scale", bits(0, 0xFF), "has a scale of nan",
     ),
     "FP8, a scale per output of a plain weight": (CT_FP8, f"{OUT}.weight_scale", bits(7, 0x7F), "has a scale of "),
     "FP8, a scale per output": (CT_FP8, f"{LAST}.weight_scale", times(NAN), "has a scale of nan; scales must be numbers below 256"),
@@ -165,7 +165,7 @@ SCALES: dict[str, tuple[str, str, Callable[[Tensor], Tensor], str]] = {
     "int8": ("compressed-tensors int8", f"{UP}.weight_scale", times(-INF), "has a scale of inf"),
     "MXFP4": ("compressed-tensors MXFP4", f"{UP}.weight_scale", bits(5, 0xFF), "has a scale of nan"),
     "MXFP4, too large": ("compressed-tensors MXFP4", f"{UP}.weight_scale", bits(5, 135), "has a scale of 256.0"),
-    "MXFP4 of DeepSeek": ("FP4 experts beside FP8 in blocks", f"{LAST}.scale", bits(1, 0xFF), "has a scale of nan"),
+    "MXFP4 of DeepSeek": ("FP4 experts and FP8 in blocks", f"{LAST}.scale", bits(1, 0xFF), "has a scale of nan"),
     "MXFP4 of gpt-oss": (OSS, FUSED, bits(3 * 64 + 2, 0xFF), "of expert 3 has a scale of nan"),
     "NVFP4, a NaN of e4m3": (NVFP4, f"{UP}.weight_scale", bits(3, 0x7F), "has a scale of nan"),
     "NVFP4, a negative NaN of e4m3": (CT_NVFP4, f"{UP}.weight_scale", bits(4, 0xFF), "has a scale of nan"),
@@ -300,7 +300,7 @@ UNSERVED: dict[str, tuple[dict[str, Any], str]] = {
     "other bits": ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "gptq with bits = 3"),
     "gemv": ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"}, "version = 'gemv'"),
     "e5m2": ({"quant_method": "fp8", "fmt": "e5m2", "weight_block_size": [128, 128]}, "fmt = 'e5m2'"),
-    "a word that nobody knows": ({"quant_method": "brand-new"}, "quantised with 'brand-new'; supported: fp8"),
+    "an unknown word": ({"quant_method": "brand-new"}, "quantised with 'brand-new'; supported: fp8"),
 }  # fmt: skip
 
 

@@ -99,12 +99,12 @@ def lose_and_regain(
 
 # Over gloo every exchange runs in Python, so that a rank can be killed during one.
 DOOMS: dict[str, tuple[str, Doom]] = {
-    "amid the step that tries drafts": ("gloo", Doom(12)),
+    "during the step that tries drafts": ("gloo", Doom(12)),
     "before the step's tokens are taken": (
         "shm",
         Doom(function="scheduler.policy.scheduler.Scheduler.commit", calls=12),
     ),
-    "amid the first pass": ("gloo", Doom(12, layer=OWN_LAYER)),
+    "during the first pass": ("gloo", Doom(12, layer=OWN_LAYER)),
     "between two passes": ("shm", Doom(function=f"{PASSES}._run_newest", calls=15)),
     "once the drafts are made": ("shm", Doom(function="scheduler.drafts.drafter.MadeDrafts.put", calls=14)),
 }
@@ -135,7 +135,7 @@ def test_a_rank_lost_between_draft_and_verification_changes_no_bit(family: str, 
     """Also with a recurrent model: its states return to the last accepted token."""
     write_checkpoint(family, tmp_path)
     expected = plain(tmp_path, requests(12))
-    backend, doom = DOOMS["amid the step that tries drafts"]
+    backend, doom = DOOMS["during the step that tries drafts"]
     lose_and_regain(tmp_path, SUFFIX, doom, expected, expected, all2all_backend=backend)
 
 

@@ -89,7 +89,7 @@ def test_no_fault_is_told_where_the_order_is_there_already_or_all_have_agreed_to
     assert told.words == [(1,), (2,)]
 
 
-@pytest.mark.parametrize("problem", [WireUnavailable("nobody came")])
+@pytest.mark.parametrize("problem", [WireUnavailable("no member came")])
 def test_a_member_that_is_lost_on_the_way_is_one_more_fault(problem: Exception) -> None:
     regrouping = FakeRegrouping(problem, None)
     told = Told(regrouping)

@@ -31,7 +31,7 @@ class Rank:
 
 
 class Service:
-    """Ranks whose heartbeats reach the front at once, and the front's watch."""
+    """Ranks, and the watch of a front that gets their heartbeats at once."""
 
     def __init__(self, num_ranks: int) -> None:
         self.clock = Clock()

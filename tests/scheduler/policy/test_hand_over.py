@@ -259,9 +259,7 @@ def test_no_block_is_taken_for_a_request_that_is_expected_if_half_of_them_are_in
 
 def test_cached_blocks_that_an_expected_request_shares_do_not_count_as_free_for_its_loads() -> None:
     second = rank_of_host(num_blocks=24)
-    second.scheduler.add(
-        ask("before", prompt_of(48), max_tokens=1)
-    )  # leaves 12 cached blocks that nobody holds
+    second.scheduler.add(ask("before", prompt_of(48), max_tokens=1))  # leaves 12 cached blocks, not held
     second.plan()
     second.finish()
     second.drain()

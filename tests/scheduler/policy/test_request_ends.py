@@ -149,7 +149,9 @@ def test_a_prompt_whose_logprobs_are_wanted_is_computed_although_it_is_cached() 
     rank.drain()
     assert rank.outputs["b"][0].prompt_logprobs == prompt_logprobs_of(again)
     assert rank.outputs["b"][0].num_cached_tokens == 0
-    assert rank.scheduler.stats.prefix_query_tokens == queried, "a prefix that is not looked up is no miss"
+    assert rank.scheduler.stats.prefix_query_tokens == queried, (
+        "a prefix that is not looked up does not count as a miss"
+    )
     rank.scheduler.add(replace(request_of("a", 13, max_tokens=1), request_id="c"))
     rank.drain()
     assert rank.outputs["c"][0].num_cached_tokens == 12, "other requests must still hit the prefix"

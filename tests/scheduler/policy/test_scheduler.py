@@ -368,7 +368,7 @@ def test_a_head_of_the_queue_that_does_not_fit_is_not_looked_up_anew_in_each_ste
 
 
 def test_who_waits_starts_just_when_a_full_look_would_let_it() -> None:
-    """Compare the remembered lookup with a full one, whatever blocks are published, evicted and freed."""
+    """Compare the remembered lookup with a full one while blocks are published, evicted and freed."""
     num_waits = num_starts = 0
     for seed in range(12):
         rng = random.Random(seed)

@@ -240,7 +240,7 @@ TINY = (5e-324, 1e-320, 1e-45, 1e-30, 1e-6)
 ROWS = {
     "as models have them": torch.linspace(-8, 8, FEW),
     "all equal": torch.zeros(FEW),
-    "one stands out": torch.nn.functional.one_hot(torch.tensor(7), FEW) * 1e4,
+    "one is far larger": torch.nn.functional.one_hot(torch.tensor(7), FEW) * 1e4,
     "huge": torch.linspace(-3e38, 3e38, FEW),
     "most are excluded": torch.full((FEW,), -math.inf).index_fill(0, torch.tensor([3]), 1.0),
     "all are excluded": torch.full((FEW,), -math.inf),

@@ -247,7 +247,7 @@ def test_prompts_that_cannot_be_captured_run_as_without_graphs(step: DeviceStep,
 
 
 class FakeCapture:
-    """Replaces `torch.cuda.graph`, whose exit also raises if its body did."""
+    """Replaces `torch.cuda.graph`. Like there, the exit also raises if the body did."""
 
     def __init__(self, graph: Any, *, pool: Any, stream: Any, capture_error_mode: str) -> None:
         assert capture_error_mode == "thread_local", "other threads may use CUDA during the capture"

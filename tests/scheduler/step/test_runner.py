@@ -22,7 +22,7 @@ NO_BATCH = StepBatch([], 0, 0)
     ("dispatch_ns", "combine_ns", "wire_ns", "cause", "expected"),
     [
         (70, 0, 0, "prefill", {"prefill": 70}),
-        (0, 40, 0, "prefill", {"experts": 40}),  # waits of combines, whatever dispatches do
+        (0, 40, 0, "prefill", {"experts": 40}),  # waits of combines, for any dispatches
         (70, 40, 20, "contexts", {"contexts": 60, "experts": 30}),  # each has half of the wire time
         (5, 40, 20, "decodes", {"experts": 30}),  # never negative
         (70, 5, 20, "other", {"other": 60}),

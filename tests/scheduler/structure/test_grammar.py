@@ -161,7 +161,7 @@ def test_text_may_come_before_a_structure_up_to_its_mark(form: Structure) -> Non
         (Structure("regex", "(?=a)b"), "look"),
         (Structure("choice", "[]"), "list of choices is empty"),
         (Structure("grammar", "start: nothing\n"), "nothing"),
-        (Structure("grammar", "this is no grammar"), "::="),
+        (Structure("grammar", "not a grammar"), "::="),
         (Structure("grammar", "root ::= " + "(" * 5000), "nested"),
         (Structure("sonnet", ""), "sonnet"),
     ],

@@ -81,7 +81,7 @@ def test_a_batch_that_meets_a_full_disk_has_failed_and_its_answers_can_be_read(
     goes_on = threading.Event()
     front.script("first", "one")
     front.script("second", "two", gates={1: goes_on})
-    lines = [  # the stored part of the second line ends in a block for which there is no room
+    lines = [  # the stored part of the second line ends in a block that does not fit
         {
             "custom_id": name,
             "method": "POST",
@@ -92,8 +92,8 @@ def test_a_batch_that_meets_a_full_disk_has_failed_and_its_answers_can_be_read(
     ]
     content = b"".join(json.dumps(each).encode() + b"\n" for each in lines)
     file = front.post("/v1/files", files={"file": content}, data={"purpose": "batch"}).json()["id"]
-    asked = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
-    path = f"/v1/batches/{front.post('/v1/batches', json=asked).json()['id']}"
+    batch = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
+    path = f"/v1/batches/{front.post('/v1/batches', json=batch).json()['id']}"
     seen: dict[str, Any] = {}
 
     def shows(**wanted: Any) -> bool:

@@ -36,7 +36,7 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FrontProcess]:
 
 @pytest.fixture
 def client(front: FrontProcess) -> Iterator[httpx.Client]:
-    """A client whose requests each pass a key."""
+    """A client. Each request passes a key."""
     front.forget()
     with httpx.Client(base_url=front.url, timeout=TIMEOUT_S) as made:
         yield made
@@ -138,14 +138,14 @@ def test_lines_with_many_choices_leave_most_seats_to_others(
         for number in range(40)
     ]
     file = upload(client, A, b"".join(json.dumps(each).encode() + b"\n" for each in lines)).json()["id"]
-    asked: dict[str, Any] = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
-    batch = client.post("/v1/batches", json=asked, headers=A).json()["id"]
+    body: dict[str, Any] = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
+    batch = client.post("/v1/batches", json=body, headers=A).json()["id"]
     rank = front.ranks[0]
     try:
         wait_until(lambda: rank.num_open >= SEATS // 4, lambda: f"{rank.num_open} choices run")
         for _ in range(20):
-            asked = {"model": "m", "prompt": "chat", "max_tokens": 1}
-            assert client.post("/v1/completions", json=asked, headers=B).status_code == 200
+            body = {"model": "m", "prompt": "chat", "max_tokens": 1}
+            assert client.post("/v1/completions", json=body, headers=B).status_code == 200
             assert rank.num_open <= SEATS // 4
         assert len([each for each in rank.requests if "many" in front.decode(each.prompt_ids)]) == SEATS // 4
     finally:
@@ -161,8 +161,8 @@ def test_a_line_of_a_batch_keeps_its_responses_for_who_made_the_batch(client: ht
     body = {"model": "m", "input": "hello", "max_output_tokens": 4}
     line = {"custom_id": "1", "method": "POST", "url": "/v1/responses", "body": body}
     file = upload(client, A, json.dumps(line).encode()).json()["id"]
-    asked = {"input_file_id": file, "endpoint": "/v1/responses", "completion_window": "24h"}
-    path = f"/v1/batches/{client.post('/v1/batches', json=asked, headers=A).json()['id']}"
+    batch = {"input_file_id": file, "endpoint": "/v1/responses", "completion_window": "24h"}
+    path = f"/v1/batches/{client.post('/v1/batches', json=batch, headers=A).json()['id']}"
     wait_until(lambda: client.get(path, headers=A).json()["status"] == "completed", lambda: path)
     output = client.get(path, headers=A).json()["output_file_id"]
     made = json.loads(client.get(f"/v1/files/{output}/content", headers=A).text)["response"]["body"]["id"]

@@ -111,7 +111,7 @@ def test_a_placement_is_applied_and_rolled_back_under_new_versions(tmp_path: Pat
     async def test() -> None:
         ranks = PlayedRanks()
         control, load = control_of(ranks, file=tmp_path / "h")
-        applied = await control.apply(OTHER, "apply", "as asked", None)
+        applied = await control.apply(OTHER, "apply", "by request", None)
         assert applied["failed"] is None and applied["moves"] > 0
         assert [kind for kind, _ in ranks.told] == ["prepare"] * applied["stages"][1]
         assert held(control.serving()) == held(OTHER)
@@ -131,13 +131,13 @@ def test_after_a_restart_there_is_a_way_back_if_it_starts_where_the_last_run_end
 ) -> None:
     async def test() -> None:
         control, _ = control_of(PlayedRanks(), file=tmp_path / "h")
-        await control.apply(OTHER, "apply", "as asked", None)
+        await control.apply(OTHER, "apply", "by request", None)
         ended = control.serving()
         warm, _ = control_of(PlayedRanks(), file=tmp_path / "h", start=ended)
         back = await warm.begin_rollback()
         assert back["failed"] is None and back["version"] > ended.version
         assert held(warm.serving()) == held(START)
-        await warm.apply(OTHER, "apply", "as asked", None)
+        await warm.apply(OTHER, "apply", "by request", None)
         cold, _ = control_of(PlayedRanks(), file=tmp_path / "h", start=START)
         with pytest.raises(ApiError, match="There is no earlier placement"):
             await cold.begin_rollback()
@@ -150,11 +150,11 @@ def test_a_stage_that_fails_on_one_rank_is_dropped_on_all_and_its_version_never_
     async def test() -> None:
         ranks = PlayedRanks(failing=(1,))
         control, _ = control_of(ranks)
-        entry = await control.apply(OTHER, "apply", "as asked", None)
+        entry = await control.apply(OTHER, "apply", "by request", None)
         assert entry["failed"] == "rank 1: a bit turned over" and entry["moves"] == 0
         assert ranks.told == [("prepare", 1), ("drop", 1)]
         assert control.serving() is START
-        again = await control.apply(OTHER, "apply", "as asked", None)
+        again = await control.apply(OTHER, "apply", "by request", None)
         assert again["failed"] is None and ranks.told[2] == ("prepare", 2)
 
     play(test)
@@ -163,10 +163,10 @@ def test_a_stage_that_fails_on_one_rank_is_dropped_on_all_and_its_version_never_
 def test_one_change_at_a_time() -> None:
     async def test() -> None:
         control, _ = control_of(PlayedRanks())
-        first = asyncio.create_task(control.apply(OTHER, "apply", "as asked", None))
+        first = asyncio.create_task(control.apply(OTHER, "apply", "by request", None))
         await asyncio.sleep(0)
         with pytest.raises(ApiError, match="is in progress") as caught:
-            await control.apply(OTHER, "apply", "as asked", None)
+            await control.apply(OTHER, "apply", "by request", None)
         assert caught.value.status == 409
         await first
 
@@ -178,7 +178,7 @@ def test_a_placement_of_another_size_is_refused() -> None:
         ranks = PlayedRanks()
         control, _ = control_of(ranks)
         with pytest.raises(ApiError, match="does not fit this service"):
-            await control.apply(linear_placement(3, 8, 4), "apply", "as asked", None)
+            await control.apply(linear_placement(3, 8, 4), "apply", "by request", None)
         assert ranks.told == []
 
     play(test)
@@ -222,7 +222,7 @@ def test_a_change_is_given_up_when_the_epoch_ends_and_home_stays() -> None:
         ranks = SilentRanks()
         control, load = control_of(ranks)
         seen(load, 20)
-        changing = asyncio.create_task(control.apply(OTHER, "apply", "as asked", None))
+        changing = asyncio.create_task(control.apply(OTHER, "apply", "by request", None))
         while not ranks.told:
             await asyncio.sleep(0)
         version = control.next_version()
@@ -245,7 +245,7 @@ def test_a_change_whose_epoch_ends_before_its_first_stage_asks_no_rank() -> None
     async def test() -> None:
         ranks = PlayedRanks()
         control, _ = control_of(ranks)
-        change = control.begin(OTHER, "apply", "as asked", None)
+        change = control.begin(OTHER, "apply", "by request", None)
         control.regroup(Order(1, (0,), surviving(START, (0,)).with_version(control.next_version())), "gone")
         entry = await change
         assert entry["cause"] == "epoch" and entry["stages"][0] == 0 and ranks.told == []
@@ -265,7 +265,7 @@ def test_nothing_is_planned_or_changed_while_a_rank_is_away() -> None:
         ranks = PlayedRanks()
         control, load = control_of(ranks, why_no_change=lambda: "rank 1 is lost: killed")
         seen(load, 20)
-        for change in (control.propose("repair", CONFIG), control.apply(OTHER, "apply", "as asked", None)):
+        for change in (control.propose("repair", CONFIG), control.apply(OTHER, "apply", "by request", None)):
             with pytest.raises(ApiError, match=r"rank 1 is lost: killed\. Try again") as caught:
                 await change
             assert caught.value.status == 409

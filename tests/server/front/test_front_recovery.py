@@ -214,7 +214,7 @@ def test_a_rank_whose_step_is_stuck_is_given_up_on_the_word_of_another(front: Fr
     stuck.link.send(beat)
     assert status(front)["members"] == [0, 1], "no other rank has confirmed it yet"
     other.link.send(beat._replace(rank=1, position=11, is_waiting=True))
-    wait_until(lambda: status(front)["members"] == [1], lambda: "rank 0 is not given up")
+    wait_until(lambda: status(front)["members"] == [1], lambda: "rank 0 is not lost")
     stuck.wait_for(lambda rank: bool(rank.losses))
     [missing] = status(front)["missing"]
     assert missing["reason"].startswith("its step 7 has not moved for 9.5 s, and rank 1 waits for it")

@@ -55,7 +55,7 @@ SMALL: dict[str, tuple[str, Body]] = {
     "100,000 levels of objects": (CHAT, with_raw("x", '{"a":' * 100_000 + "1" + "}" * 100_000)),
     "900 levels in a message": (CHAT, with_raw("messages", f'[{{"role":"user","content":{nested(900)}}}]')),
     "300 levels in an unknown key": (CHAT, with_raw("made_up", nested(300))),
-    "200 levels where a number belongs": (CHAT, with_raw("temperature", nested(200))),
+    "200 levels instead of a number": (CHAT, with_raw("temperature", nested(200))),
     "minus Infinity as a seed": (CHAT, with_raw("seed", "-Infinity")),
     "a number of 5,000 digits": (CHAT, with_raw("max_tokens", "1" * 5000)),
     "a number of 4,000 digits": (CHAT, with_raw("max_tokens", "1" * 4000)),
@@ -66,7 +66,7 @@ SMALL: dict[str, tuple[str, Body]] = {
     "a stop string of 1 MB": (CHAT, chat(stop="x" * 1_000_000)),
     "100,000 stop token ids": (CHAT, chat(stop_token_ids=[1] * 100_000)),
     "100,000 wrong stop token ids": (CHAT, chat(stop_token_ids=["x"] * 100_000)),
-    "100,000 messages that are none": (CHAT, chat(messages=[0] * 100_000)),
+    "100,000 wrong messages": (CHAT, chat(messages=[0] * 100_000)),
     "200,000 tiny messages": (CHAT, chat(messages=[{"role": "user", "content": "a"}] * 200_000)),
     "200,000 tiny messages of Anthropic's": (
         "/v1/messages",

@@ -94,7 +94,7 @@ FORMS: dict[str, Form] = {
     "a choice of 1 MB": of_field("choice", ["x" * 1_000_000], param="structured_outputs.choice", words=LARGE),
     "no choice": of_field("choice", [], param="structured_outputs.choice"),
     "an empty choice": of_field("choice", ["", "a"], param="structured_outputs.choice"),
-    "a grammar that is none": of_field("grammar", "start: (", param="structured_outputs.grammar"),
+    "text that is not a grammar": of_field("grammar", "start: (", param="structured_outputs.grammar"),
     "a grammar without rules for it": of_field("grammar", "start: other", param="structured_outputs.grammar"),
     "a grammar of a number": of_field("grammar", 5, param="structured_outputs.grammar"),
     "a tool of 30,000 properties": of_tool(properties(30_000), param="tools", words=LARGE),

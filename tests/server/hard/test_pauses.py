@@ -99,7 +99,7 @@ ATTACKS: dict[str, Attack] = {
     "4: echo with logprobs times n": lambda: [
         fields(COMPLETIONS, prompt=[7] * 3900, max_tokens=1, n=12, echo=True, logprobs=20)
     ],
-    "5: connections that say nothing": lambda: [Client("", b"") for _ in range(400)],
+    "5: silent connections": lambda: [Client("", b"") for _ in range(400)],
     "7: streams that repeat their logprobs": lambda: [
         fields(
             GENERATE,

@@ -142,5 +142,5 @@ class BrokenStream(io.StringIO):
 
 def test_a_closed_terminal_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
     with logging_to(LogOptions(), out=io.StringIO(), error=BrokenStream()):
-        logging.getLogger("wideep").error("nobody sees this")
+        logging.getLogger("wideep").error("this is not printed")
     assert capsys.readouterr().err == ""

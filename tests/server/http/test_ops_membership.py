@@ -123,8 +123,8 @@ def test_requests_are_taken_while_somebody_serves_or_will_at_once() -> None:
     assert why_not_ready(epochs) is None, "the members are regrouping"
     assert why_no_change(epochs) == "rank 1 is lost: killed"
     epochs.take_fault(0, 1, "no memory", is_final=True, now_s=2.0)
-    said = "rank 1 is lost: killed; rank 0 cannot continue without it: no memory"
-    assert why_not_ready(epochs) == f"waiting for a rank to come back; {said}"
+    reason = "rank 1 is lost: killed; rank 0 cannot continue without it: no memory"
+    assert why_not_ready(epochs) == f"waiting for a rank to come back; {reason}"
     epochs.attach(1, 3.0)
     assert why_not_ready(epochs) is None
     assert why_no_change(epochs) == "the ranks are meeting in epoch 2"

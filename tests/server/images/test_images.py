@@ -245,12 +245,12 @@ def test_lines_of_a_batch_have_pictures(service: RealService, oracle: Oracle) ->
     ]
     content = "\n".join(map(json.dumps, lines)).encode()
     form = {"data": {"purpose": "batch"}, "files": {"file": ("in.jsonl", content)}}
-    asked = {
+    batch = {
         "input_file_id": service.post("/v1/files", **form).json()["id"],
         "endpoint": "/v1/chat/completions",
         "completion_window": "24h",
     }
-    path = f"/v1/batches/{service.post('/v1/batches', json=asked).json()['id']}"
+    path = f"/v1/batches/{service.post('/v1/batches', json=batch).json()['id']}"
     wait_until(lambda: service.get(path).json()["status"] == "completed", service.output, within_s=START_S)
     output = service.get(f"/v1/files/{service.get(path).json()['output_file_id']}/content").text
     answers = {

@@ -562,7 +562,7 @@ def test_more_messages_than_any_queue_holds_are_no_fault_of_the_rank(front: Fron
     front.say(say_much)
     for number in range(1000):  # all of them take many seconds
         assert heard.get(timeout=30) == Abort(str(number))
-    assert front.events.empty(), "a full queue does not make the front give up a rank"
+    assert front.events.empty(), "a full queue does not make the front drop a rank"
 
 
 def test_a_rank_that_does_not_read_is_lost_after_a_while(
@@ -583,7 +583,7 @@ def test_a_rank_that_does_not_read_is_lost_after_a_while(
 def test_a_rank_that_is_lost_while_all_are_told_something_is_not_told(
     monkeypatch: pytest.MonkeyPatch, front: FrontEnd
 ) -> None:
-    """The loss of a rank that does not read may make the front give up the next one."""
+    """The loss of a rank that does not read may make the front drop the next one."""
     for rank in (0, 1):
         front.attach(replace(FACTS, rank=rank))
     ranks, now_s = front.ranks, time.monotonic()

@@ -27,7 +27,7 @@ def test_a_closed_terminal_does_not_break_the_stop(monkeypatch: pytest.MonkeyPat
     os.close(reading)
     with open(writing, "w", buffering=1) as nobody:
         monkeypatch.setattr(sys, "stdout", nobody)
-        say("is anybody there?")
+        say("are you there?")
         monkeypatch.undo()
         with pytest.raises(BrokenPipeError):
             nobody.flush()
@@ -64,7 +64,7 @@ def test_lines_of_a_service_s_processes_begin_with_the_time_and_the_level(
 @pytest.mark.parametrize(
     ("code", "level", "message"),
     [
-        ("raise ValueError('nobody caught me')", "critical", "ValueError: nobody caught me"),
+        ("raise ValueError('uncaught')", "critical", "ValueError: uncaught"),
         (
             "import threading; t = threading.Thread(target=lambda: 1 / 0); t.start(); t.join()",
             "critical",

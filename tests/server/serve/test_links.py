@@ -14,7 +14,7 @@ from server.serve.preflight.equal import Identity
 from server.serve.store import links
 from server.serve.store.links import LinkFigures, judge, listening, measure, reach, rounds_of_pairs
 
-LO = Taken("lo", "127.0.0.1", "a test says so")
+LO = Taken("lo", "127.0.0.1", "named by a test")
 GOOD = LinkFigures(0.1, 0.2, 20.0, 22.0, 0.001)
 TIMEOUT_S = 60.0
 
@@ -94,7 +94,7 @@ def test_a_closed_port_is_named_by_both_ends() -> None:
 
 
 @pytest.mark.parametrize(
-    ("taken", "says"),
+    ("taken", "sentence"),
     [
         (
             Taken("eth7", "", "GLOO_SOCKET_IFNAME names it", "there is none"),
@@ -104,7 +104,7 @@ def test_a_closed_port_is_named_by_both_ends() -> None:
     ],
 )
 def test_a_wrong_interface_is_named_by_both_ends(
-    taken: Taken, says: str, monkeypatch: pytest.MonkeyPatch
+    taken: Taken, sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     which = threading.local()
     monkeypatch.setattr(links, "identity", lambda: which.identity)
@@ -117,11 +117,11 @@ def test_a_wrong_interface_is_named_by_both_ends(
 
     found = all_nodes(["a", "b"], check)
     assert found[0] == found[1]
-    assert any(f"a cannot reach b {says}" == check.text for check in found[0])
+    assert any(f"a cannot reach b {sentence}" == check.text for check in found[0])
 
 
 @pytest.mark.parametrize(
-    ("figures", "status", "says"),
+    ("figures", "status", "sentence"),
     [
         (GOOD, CheckStatus.OK, "a and b: 20.0 and 22.0 Gbit/s, round trip 0.10 ms (p99 0.20 ms)"),
         (GOOD._replace(back_gbit=0.4), CheckStatus.WARNING, "which is slow: see docs/nodes.md"),
@@ -138,9 +138,11 @@ def test_a_wrong_interface_is_named_by_both_ends(
         ),
     ],
 )
-def test_a_slow_or_a_broken_link_is_named(figures: LinkFigures | str, status: CheckStatus, says: str) -> None:
+def test_a_slow_or_a_broken_link_is_named(
+    figures: LinkFigures | str, status: CheckStatus, sentence: str
+) -> None:
     checks = judge(["a", "b", "c"], {(0, 1): figures, (0, 2): GOOD, (1, 2): GOOD})
-    assert checks[0].status is status and says in checks[0].sentence, checks[0].sentence
+    assert checks[0].status is status and sentence in checks[0].sentence, checks[0].sentence
     assert [check.status for check in checks[1:]] == [CheckStatus.OK] * 3
 
 

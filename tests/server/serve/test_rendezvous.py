@@ -108,7 +108,7 @@ def test_the_store_is_on_the_node_with_the_front(
 ) -> None:
     monkeypatch.setattr(rendezvous, "_command_line", lambda _pid: ["torchrun", *flags])
     assert store_variables(1, {"TORCHELASTIC_USE_AGENT_STORE": "True"}) == variables
-    assert store_variables(1, {}) == {}, "no agent, no store of its own"
+    assert store_variables(1, {}) == {}, "no agent, no own store"
 
 
 @pytest.mark.parametrize("family, host", [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])

@@ -328,7 +328,7 @@ def test_an_engine_that_dies_while_the_service_stops_stays_dead(model: Path) -> 
 
 
 def wait_for_serving(service: Service, name: str) -> None:
-    """Wait until an engine has told only its supervisor that it serves: quiet ranks print nothing."""
+    """Wait until an engine serves. Only its supervisor knows: quiet ranks print nothing."""
     path = service.directory / f"{name}.told"
     wait_until(path.exists, lambda: f"{name} reports nothing:\n{service.output()}")
 

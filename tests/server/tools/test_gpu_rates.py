@@ -1,4 +1,4 @@
-"""Measured rates of a GPU: the child process, with CPU tensors in its place, and what the doctor says about them."""
+"""Measured rates of a GPU: the child process, with CPU tensors instead, and the doctor's lines about them."""
 
 import pytest
 import torch

@@ -1,6 +1,6 @@
-"""Ranks that may fail and rejoin, each a process with the real step loop, and a stand-in for the front.
+"""Ranks that may fail and rejoin, each a process with the real step loop, and a fake front.
 
-The stand-in runs in the test. It hosts the store, counts epochs, sends orders and requests, resubmits the requests of a
+The fake front runs in the test. It hosts the store, counts epochs, sends orders and requests, resubmits the requests of a
 lost rank to another rank with the tokens already delivered, and records every message of the ranks.
 
     with Crew(checkpoint, 3) as crew:

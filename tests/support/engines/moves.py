@@ -73,7 +73,7 @@ def targets(placement: Placement, count: int) -> list[Placement]:
 
 
 def build_with_copies(directory: Path, slots_per_rank: int, **settings: Any) -> Assembled:
-    """Assemble an engine whose ranks have spare slots. `max_bytes_per_step` is a field of --eplb-config."""
+    """Assemble an engine of ranks with spare slots. `max_bytes_per_step` is a field of --eplb-config."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     redundant = slots_per_rank * world_size - 8  # all tiny families of these tests have 8 experts
     eplb = EplbConfig(

@@ -1,4 +1,4 @@
-"""A stand-in for a rank's model: a KV memory that records who wrote each row, and a next token that depends on all rows.
+"""A fake of a rank's model: a KV memory that records who wrote each row, and a next token that depends on all rows.
 
 The fake writes (position, token) rows into the blocks of a batch. It then reads a sequence's whole history back through
 its block table. A row that is lost, shared incorrectly or overwritten is detected at once, and would change the tokens.
@@ -73,7 +73,7 @@ class PlannedRank:
         self.outputs: dict[str, list[RequestOutput]] = {}
         self.tiers: Any = None  # a `FakeTiers`, if the scheduler uses one
         self.on_hand_over: Callable[[RequestOutput], None] = lambda _output: None
-        self.num_scored = 0  # prompt tokens whose logprobs were computed
+        self.num_scored = 0  # prompt tokens with computed logprobs
         # (block, row) -> (position, token, whether it ran as a decode), and whether it was computed as part of a long sequence.
         self._rows: dict[tuple[int, int], tuple[int, int, bool]] = {}
         self._is_long: dict[tuple[int, int], bool] = {}

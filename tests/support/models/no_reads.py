@@ -1,6 +1,6 @@
 """A guard that rejects operations that make the host wait for a device: reads of a tensor's values, data-dependent shapes.
 
-On CPU tensors, which stand in for a device's, such reads raise nothing. The guard therefore rejects them by name, above and
+On CPU tensors, which replace a device's, such reads raise nothing. The guard therefore rejects them by name, above and
 below the dispatcher. Triton's interpreter may read what kernels read.
 """
 

@@ -317,7 +317,7 @@ PUBLISHED: dict[str, Published] = {
         mx(("weight", "weight_scale"), bits=8), None,
         groups("mxfp8-quantized", (LINEAR, weights_of(8, "float", "group", 32, scale_dtype="torch.uint8"))),
     ),
-    "compressed-tensors, int4 experts beside FP8": Published(
+    "compressed-tensors, int4 experts and FP8": Published(
         packed_integers(32), fp8_channel,
         groups(
             "mixed-precision", (["re:.*self_attn.*"], weights_of(8, "float", "channel")),
@@ -343,7 +343,7 @@ PUBLISHED: dict[str, Published] = {
             }},
         },
     ),
-    "ModelOpt, NVFP4 experts beside FP8": Published(
+    "ModelOpt, NVFP4 experts and FP8": Published(
         MODELOPT_NVFP4, fp8_tensor(), {},
         {
             "quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": None,
@@ -402,7 +402,7 @@ PUBLISHED: dict[str, Published] = {
         fp8_tensor("weight_scale_inv"), fp8_tensor("weight_scale_inv"),
         {"activation_scheme": "static", "modules_to_not_convert": ["lm_head"], "quant_method": "fp8", "weight_block_size": None},
     ),
-    "FP4 experts beside FP8 in blocks": Published(
+    "FP4 experts and FP8 in blocks": Published(
         mx(("weight", "scale"), bits=4, code_type=torch.int8, scale_type=torch.float8_e8m0fnu), fp8_block_of_powers,
         {
             "activation_scheme": "dynamic", "expert_dtype": "fp4", "fmt": "e4m3", "quant_method": "fp8",

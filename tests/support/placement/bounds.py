@@ -28,7 +28,7 @@ def least_imbalance(load: np.ndarray, num_ranks: int, slots_per_rank: int) -> np
 def least_by_shares(placement: Placement, load: np.ndarray) -> np.ndarray:
     """Return a lower bound over all shares for fixed slots: [layers] float64, fullest rank over mean rank.
 
-    Load of experts whose copies are all within a set of ranks must be served there, so the mean of the set is at most its
+    Load of experts with all copies in a set of ranks must be served there, so the mean of the set is at most its
     fullest rank (max-flow, min-cut). The sets are the fullest one, two, three ... ranks under the placement's own shares.
     Under the best shares, one of these sets gives the tightest bound, so `plan.refresh` reaches its own bound.
     """

@@ -27,7 +27,7 @@ _CHILD = (sys.executable, str(Path(__file__).with_name("fake_child.py")))
 
 def main() -> int:
     checks: Any = server.serve.preflight.checks
-    checks.available_bytes = lambda: 1 << 40  # fakes are small, whatever else runs
+    checks.available_bytes = lambda: 1 << 40  # fakes are small, also on a full machine
     options = options_from(build_parser(sys.argv[1]).parse_args(sys.argv[1:]))
     if sys.argv[1] == "serve":
         commands = ServeCommands(worker=(sys.executable, __file__, "worker"))

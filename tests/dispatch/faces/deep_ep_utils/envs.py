@@ -63,7 +63,7 @@ def dist_print(s: str = "", once_in_node: bool = False) -> None:
 
 
 def check_nvlink_connections(group: dist.ProcessGroup) -> None:
-    """Do nothing: there is no NVLink to check."""
+    """Do nothing: CPUs have no NVLink to check."""
 
 
 def check_torch_deterministic() -> None:

@@ -226,7 +226,7 @@ def test_a_front_that_is_killed_loses_nothing_and_the_next_one_goes_on(
 def test_files_and_batches_are_those_of_their_key(front: FrontProcess, client: openai.OpenAI) -> None:
     batch = begin(client, jsonl(line("1", "hello")))
     ended = wait_for(client, batch.id, *ENDED)
-    assert ended.status == "completed", "lines need no key of their own"
+    assert ended.status == "completed", "lines need no key"
     with client_of(front, "second") as other:
         for file_id in (batch.input_file_id, str(ended.output_file_id)):
             for ask in (other.files.retrieve, other.files.content, other.files.delete):

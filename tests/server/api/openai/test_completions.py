@@ -1,4 +1,4 @@
-"""POST /v1/completions, /v1/models and the operators' routes, through the official client where it supports them."""
+"""POST /v1/completions, /v1/models and the operators' routes. The official client sends what it supports."""
 
 import json
 from typing import Any

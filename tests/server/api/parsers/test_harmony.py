@@ -44,4 +44,4 @@ def test_a_prompt_may_end_inside_a_message() -> None:
 def test_text_without_channels_is_content() -> None:
     assert harmony("Hello <|x|> there") == Said("Hello <|x|> there")
     assert harmony(" Hello", prompt="no harmony at all") == Said(" Hello")
-    assert harmony("<|channel|>final") == Said(), "a truncated header is no content"
+    assert harmony("<|channel|>final") == Said(), "a truncated header does not count as content"

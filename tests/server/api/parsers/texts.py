@@ -216,7 +216,7 @@ TEXTS = [
     ),
     Text("openai", "<|channel|>final<|message|>It is sunny.<|return|>", "It is sunny."),
 ]
-# Text that is no valid call is content, including its mark.
+# Text that is not a valid call is content, including its mark.
 BROKEN = [
     Text("hermes", "<tool_call>\nnot json\n</tool_call>", "<tool_call>\nnot json\n</tool_call>"),
     Text("hermes", '<tool_call>{"nome": "f"}</tool_call>', '<tool_call>{"nome": "f"}</tool_call>'),

@@ -168,7 +168,7 @@ def test_a_stop_keeps_what_is_answered_and_hangs_up_on_the_rest(
 
 
 @pytest.mark.parametrize(
-    ("words", "status", "says"),
+    ("words", "status", "problem"),
     [
         (["--url", "http://127.0.0.1:1"], 1, "no service answers at http://127.0.0.1:1 ("),
         (["--url", "ftp://x"], 1, "'ftp://x' is not a URL of a service; try http://127.0.0.1:8000"),
@@ -181,12 +181,12 @@ def test_a_stop_keeps_what_is_answered_and_hangs_up_on_the_rest(
     ],
 )
 def test_a_wrong_command_line_is_a_sentence(
-    words: list[str], status: int, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], status: int, problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(tmp_path, request("a", "x"))
     files = ["-i", str(tmp_path / "in.jsonl"), "-o", str(tmp_path / "out.jsonl")]
     assert main(["run-batch", *files, *words]) == status
-    assert f"wideep run-batch: {says}" in capsys.readouterr().err
+    assert f"wideep run-batch: {problem}" in capsys.readouterr().err
 
 
 def test_wrong_files_are_a_sentence_and_status_2(

@@ -68,7 +68,7 @@ class Service:
             self.told.append(("placement", order.placement.version, reason))
 
     def give_up(self, rank: int, reason: str) -> None:
-        self.told.append(("gave up", rank))
+        self.told.append(("stopped waiting", rank))
         self.leader.lose(rank, reason)
 
     def enter(self, rank: int) -> None:
@@ -206,7 +206,7 @@ def test_a_silent_rank_is_given_up_by_the_timer_and_the_others_get_another_order
         service.now_s = REGROUP_TIMEOUT_S
         service.leader._tick()
         assert [each for each in service.told if each[0] != "load"] == [
-            ("gave up", 2),
+            ("stopped waiting", 2),
             ("placement", 2, service.told[1][2]),
             ("ranks", 2, (0,)),
             ("leave", 2),

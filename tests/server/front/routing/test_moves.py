@@ -92,7 +92,7 @@ def test_nothing_moves_between_ranks_that_are_alike() -> None:
     router.note_stats(stats_of(1, running=SEATS))
     assert router.plan_moves(prompts.__getitem__) == {}, "no seat is free"
     router.note_stats(stats_of(1, free_blocks=300 // BLOCK_TOKENS))
-    assert router.plan_moves(prompts.__getitem__) == {}, "there is no room for the prompt"
+    assert router.plan_moves(prompts.__getitem__) == {}, "the prompt does not fit"
     router.leave(1)
     router.note_stats(stats_of(1))
     assert router.plan_moves(prompts.__getitem__) == {}, "the rank is absent"

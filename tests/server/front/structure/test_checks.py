@@ -193,7 +193,7 @@ def test_what_the_machine_ends_is_a_503_and_not_remembered() -> None:
 
 
 @pytest.mark.parametrize(
-    "number, told",
+    "number, expected",
     [
         (signal.SIGALRM, (None, False, True)),  # 30 s of wall-clock time with little CPU time
         (signal.SIGKILL, (None, False, True)),  # the kernel, short of memory
@@ -202,7 +202,7 @@ def test_what_the_machine_ends_is_a_503_and_not_remembered() -> None:
     ],
 )
 def test_what_ended_a_child_says_whose_fault_it_is(
-    monkeypatch: pytest.MonkeyPatch, number: signal.Signals, told: tuple[object, ...]
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals, expected: tuple[object, ...]
 ) -> None:
     written: list[dict[str, object]] = []
     monkeypatch.setattr(checker_process, "_write", written.append)
@@ -212,7 +212,7 @@ def test_what_ended_a_child_says_whose_fault_it_is(
     checker_process._reap({child.pid: 5})
     child.returncode = 0  # already reaped
     [answer] = written
-    assert (answer["why_not"], answer["is_slow"], answer["is_unknown"]) == told
+    assert (answer["why_not"], answer["is_slow"], answer["is_unknown"]) == expected
 
 
 def _waiting_for(

@@ -42,7 +42,7 @@ def test_a_placement_for_the_model_and_the_ranks_passes_and_its_slots_count(tmp_
 
 
 @pytest.mark.parametrize(
-    ("asked", "num_ranks", "note"),
+    ("requested", "num_ranks", "note"),
     [
         (0, 3, None),
         (4, 2, None),
@@ -55,20 +55,20 @@ def test_a_placement_for_the_model_and_the_ranks_passes_and_its_slots_count(tmp_
     ],
 )
 def test_redundant_experts_that_do_not_divide_by_the_ranks_are_said_aloud(
-    tmp_path: Path, asked: int, num_ranks: int, note: str | None
+    tmp_path: Path, requested: int, num_ranks: int, note: str | None
 ) -> None:
-    flag = f'--eplb-config={{"num_redundant_experts": {asked}}}'
+    flag = f'--eplb-config={{"num_redundant_experts": {requested}}}'
     said = note_on_redundancy(options_for(write_checkpoint(tmp_path), flag), num_ranks)
     assert said is None if note is None else str(said).startswith(note)
 
 
-@pytest.mark.parametrize(("asked", "num_ranks", "most"), [(5, 2, 4), (40, 2, 4), (1, 1, 0), (9, 3, 8)])
+@pytest.mark.parametrize(("requested", "num_ranks", "most"), [(5, 2, 4), (40, 2, 4), (1, 1, 0), (9, 3, 8)])
 def test_more_redundant_experts_than_ranks_have_a_use_for_are_refused_in_the_ranks_own_words(
-    tmp_path: Path, asked: int, num_ranks: int, most: int
+    tmp_path: Path, requested: int, num_ranks: int, most: int
 ) -> None:
     """The launcher once announced that it would use fewer, and then the ranks ended."""
     directory = write_checkpoint(tmp_path)
-    options = options_for(directory, f'--eplb-config={{"num_redundant_experts": {asked}}}')
+    options = options_for(directory, f'--eplb-config={{"num_redundant_experts": {requested}}}')
     with pytest.raises(
         PreflightError, match=f"use for at most {most} in addition to the model's 4 experts"
     ) as early:

@@ -108,7 +108,7 @@ def test_a_rank_comes_back_to_a_front_that_was_killed_with_what_it_has_to_know(s
     stream.receive(Order(4, (0, 2), linear_placement(2, 6, 2)))
     stream.receive(Order(5, (0, 1, 2), HOME))
     stream.receive(Order(6, (0, 2), linear_placement(2, 6, 2)))
-    Link.errors = [LinkError("nobody answers"), None]
+    Link.errors = [LinkError("no answer"), None]
     stream.receive(BROKEN)
     assert [call.args for call in built.engine.abort.call_args_list] == [("open",)]
     served = Link.facts[-1].served

@@ -1,4 +1,4 @@
-"""The client that times streams, against scripted bytes and a clock that stands still between them."""
+"""The client that times streams, against scripted bytes and a clock that stops between them."""
 
 import asyncio
 from collections.abc import Sequence
@@ -128,7 +128,7 @@ def whole(status: bytes, body: bytes) -> bytes:
 
 
 FAILURES = {
-    "a refusal in words": (
+    "a refusal as text": (
         whole(b"404 Not Found", b'{"error": {"message": "no such"}}'),
         "the service refused (404): no such",
     ),
@@ -145,11 +145,11 @@ FAILURES = {
         OK + chunk(said("x") + event({"error": {"message": "rank 1 is gone"}}) + DONE) + END,
         "rank 1 is gone",
     ),
-    "an event that is no JSON": (
+    "an event that is not JSON": (
         OK + chunk(b"data: {oh\n\n") + END,
         "an event is not a chunk of an answer: {oh",
     ),
-    "an event that is no object": (
+    "an event that is not an object": (
         OK + chunk(b"data: [1]\n\n") + END,
         "an event is not a chunk of an answer: [1]",
     ),

@@ -58,19 +58,19 @@ def test_a_model_directory_that_is_none_is_a_failure_and_all_else_is_checked(
     dense.mkdir()
     (dense / "tokenizer.json").write_text("{}")
     (dense / "config.json").write_text('{"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2}')
-    for model, says in (
+    for model, problem in (
         (tmp_path, "is not a model directory: it has no config.json"), (tmp_path / "x", "does not exist"),
         (dense, "is not a Mixture-of-Experts model"),
     ):  # fmt: skip
         assert main(["doctor", "--port=0", str(model)]) == 1
         lines = capsys.readouterr().out.splitlines()
         failed = [line for line in lines if line.startswith("FAILURE")]
-        assert len(failed) == 1 and says in failed[0], lines
+        assert len(failed) == 1 and problem in failed[0], lines
         assert any(" HTTP " in line for line in lines)
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "problem"),
     [
         (["--nnodes", "2"], "--nnodes is 2, so --rdzv-endpoint HEAD:PORT is required: the address where the nodes meet"),
         (["--nnodes", "0"], "--nnodes is 0; it must be 1 to 4096"),
@@ -84,10 +84,10 @@ def test_a_model_directory_that_is_none_is_a_failure_and_all_else_is_checked(
     ],
 )  # fmt: skip
 def test_a_command_line_that_says_nothing_sensible_is_one_sentence_and_status_2(
-    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["doctor", *words]) == 2
-    assert capsys.readouterr().err == f"wideep doctor: {says}\n"
+    assert capsys.readouterr().err == f"wideep doctor: {problem}\n"
 
 
 def test_more_ranks_than_gpus_can_be_asked_about(capsys: pytest.CaptureFixture[str]) -> None:

@@ -58,9 +58,9 @@ def test_routers_and_placements_are_compared_side_by_side(
     assert all(0 < run["good_share"] <= 1 for run in found["runs"])
     decides_often = json.dumps({"step_interval": 20, "window_size": 10})
     assert main([*words, "--eplb-config", decides_often]) == 0
-    table, said = capsys.readouterr()
+    table, error_text = capsys.readouterr()
     assert "simulated, not measured" in table
-    assert re.search(r"prefix, repair: last decision about experts: .* \d+ moves", said), said
+    assert re.search(r"prefix, repair: last decision about experts: .* \d+ moves", error_text), error_text
     line = next(line for line in table.splitlines() if line.startswith("router"))
     assert line.split()[1:] == list(ROUTER_NAMES) * len(PLACEMENT_NAMES)
 
@@ -86,7 +86,7 @@ def test_pools_are_simulated_with_their_roles(folder: Path, capsys: pytest.Captu
 
 @pytest.mark.crossed("more", every=2)
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "error_text"),
     [
         (
             ["--routers", "prefx"],
@@ -115,11 +115,11 @@ def test_pools_are_simulated_with_their_roles(folder: Path, capsys: pytest.Captu
     ],
 )
 def test_what_cannot_be_simulated_is_refused_in_one_sentence(
-    folder: Path, capsys: pytest.CaptureFixture[str], more: list[str], said: str
+    folder: Path, capsys: pytest.CaptureFixture[str], more: list[str], error_text: str
 ) -> None:
     assert main(_words(folder, *more)) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"wideep simulate: {said}")
+    assert error.startswith(f"wideep simulate: {error_text}")
     assert error.count("\n") == 1
 
 

@@ -136,7 +136,7 @@ def test_what_has_no_answer_when_the_window_closes_is_told_line_by_line(tmp_path
     late = Service(tmp_path, now_s=1000.0 + WINDOW_S)
     [left] = late.batches.open_batches
     assert left.expires_at == 1000 + WINDOW_S + GRACE_S, (
-        "a start gives up no lines at once, even if the calendar has passed their window"
+        "a start drops no lines at once, even if the calendar has passed their window"
     )
     late.now_s = left.expires_at
 

@@ -1,4 +1,4 @@
-"""The log-probabilities of a text spell that text, however the model writes it and the tokenizer cuts it."""
+"""The log-probabilities of a text spell that text, for every way of writing and tokenising it."""
 
 import json
 from collections.abc import Sequence
