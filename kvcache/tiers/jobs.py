@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-MOST_LOAD_S = 2.5  # for a load or a fetch: its request waits no longer
+MOST_LOAD_S = 2.5  # for a load or a fetch. A load may last longer if computing would, too
 
 
 @dataclass(eq=False)
@@ -39,6 +39,7 @@ class LoadJob:
     # any time.
     until_s: float = 0.0
     num_unwanted: int = 0  # the last blocks that are not needed. It may change at any time
+    should_stop: bool = False  # after the present block. It may change at any time
     num_loaded: int = 0  # result: the first blocks that are whole, in order
     has_state: bool = False  # result
     sources: list[str] = field(default_factory=list)  # result: the tier of each loaded block
@@ -46,7 +47,7 @@ class LoadJob:
     @property
     def is_open(self) -> bool:
         """Whether blocks are missing."""
-        return self.num_loaded < len(self.keys) - self.num_unwanted
+        return not self.should_stop and self.num_loaded < len(self.keys) - self.num_unwanted
 
 
 @dataclass(eq=False)

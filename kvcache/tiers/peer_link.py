@@ -38,9 +38,9 @@ AVOID_S = 10.0  # after a failure, a peer is not used for this time
 MEASURE_AGAIN_S = 60.0  # an older rate counts as unknown, so that a bad one does not last
 _WEIGHT = 0.3  # of the newest measurement
 # A pause of this thread can make a short transfer look like a slow link. So a rate predicts transfers of at most 8 times as many
-# bytes as it was measured with. A transfer of 0.1 s is long enough to predict any other.
+# bytes as it was measured with. A transfer of 0.5 s is long enough to predict any other.
 _MOST_TIMES = 8
-_SURE_S = 0.1
+_SURE_S = 0.5
 
 
 class TransferPace:

@@ -360,12 +360,14 @@ class Tiers:
 
     def _load(self, load: LoadJob, units: Units) -> None:
         """Fill blocks until one is missing. Blocks without the state that belongs to them are of no use."""
+        if load.should_stop:
+            return
         if load.state_key is not None:
             load.has_state = bool(self._read(load.state_key, load.slot, units, is_state=True))
             if not load.has_state:
                 return
         for key, block_id in zip(load.keys, load.block_ids, strict=True):
-            source = self._read(key, block_id, units, is_state=False)
+            source = None if load.should_stop else self._read(key, block_id, units, is_state=False)
             if source is None:
                 return
             load.sources.append(source)

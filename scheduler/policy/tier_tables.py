@@ -6,8 +6,10 @@ beginning. A loaded prefix becomes an ordinary cached prefix: its blocks are pub
 when it is seated. So no other part of the scheduler knows tiers, and a load that fails or comes late changes no answer.
 
 A request is looked up once before each start, when its turn comes, or while it is the next to start and all seats are taken. One
-that has begun before, here or on another rank, is looked up at once. While its prefix loads, others may pass it. After
-`MOST_LOAD_S` the request starts without it, and the blocks come back when the thread is done with them.
+that has begun before, here or on another rank, is looked up at once. While its prefix loads, others may pass it. A load that lasts
+longer than `MOST_LOAD_S` goes on, up to `MOST_LONG_LOAD_S`, while it gets blocks and is predicted to be faster than computing what
+is left. Otherwise it stops, and the request starts with the blocks that are there. If the thread hangs, they come back when it is
+done with them.
 
 If another node probably has a request's prefix, what this node lacks is fetched as soon as the request arrives. It holds no block.
 The fetched blocks are in host memory when the request is looked up.
@@ -33,7 +35,9 @@ from scheduler.policy.tails import Tail, Tails
 MOST_AWAIT_S = 0.5
 MOST_JOIN_S = 0.02  # for blocks of a rank that saves nothing more: those that are missing were left out
 MOST_EXPECT_S = 60.0  # for a prompt on another rank
-_NOW_S = 1e-9  # a time that is over: a load that waited until then waits no more
+MOST_LONG_LOAD_S = 15.0  # a bound, because the prediction may be wrong
+LOOK_AGAIN_S = 1.0  # at a load that goes on after `MOST_LOAD_S`
+_STOP_S = 0.25  # of `MOST_LOAD_S`, for the block that is being copied when a load stops
 SHARE_OF_SAVES = 4  # saves hold at most a fourth of the blocks, or of the slots
 
 
@@ -59,9 +63,42 @@ class KeepsTiers(Protocol):
 
     def finished(self) -> list[SaveJob | LoadJob | FetchJob]: ...
 
+    @property
+    def prompt_token_s(self) -> float: ...
+
     def forget(self, generation: int) -> None: ...
 
     def note(self, **counts: float) -> None: ...
+
+
+class _Progress(NamedTuple):
+    """How far a load was when it was last looked at."""
+
+    begun_s: float
+    since_s: float
+    until_s: float  # when to look again
+    num_blocks: int = 0
+
+    @classmethod
+    def begin(cls, now_s: float, num_blocks: int = 0) -> "_Progress":
+        """Return the progress of a load that its request waits for from now on."""
+        return cls(now_s, now_s, now_s + MOST_LOAD_S - _STOP_S, num_blocks)
+
+    def after(self, num_blocks: int, num_left: int, compute_s: float, now_s: float) -> "_Progress | None":
+        """Return the progress now, or None if the load should stop.
+
+        It should if no block has come since the last look, if it lasts too long, or if computing is predicted to take less time.
+
+        Args:
+            num_blocks: Blocks that are there.
+            num_left: Blocks that are missing.
+            compute_s: Time to compute what a stop leaves missing or makes useless. 0 if it is unknown.
+        """
+        num_new = num_blocks - self.num_blocks
+        left_s = (now_s - self.since_s) * num_left / num_new if num_new else float("inf")
+        if left_s > compute_s or now_s - self.begun_s > MOST_LONG_LOAD_S:
+            return None
+        return self._replace(since_s=now_s, until_s=now_s + LOOK_AGAIN_S, num_blocks=num_blocks)
 
 
 class _Loading(NamedTuple):
@@ -72,7 +109,7 @@ class _Loading(NamedTuple):
     matched: list[int]  # cached blocks before the loaded ones; held
     root: bytes
     token_ids: list[int]  # of the loaded blocks
-    until_s: float
+    progress: _Progress
     secret: bytes
     tail_end: int = 0  # `Tail.end`, if the last block is one
 
@@ -237,7 +274,7 @@ class TierTables:
         load.block_ids = pool.acquire(len(load.keys))
         self._loads[load] = _Loading(
             sequence, sequence.num_admissions, matched, root, token_ids[len(matched) * size : num_found * size],
-            now_s + MOST_LOAD_S, self._tiers.secret, tail_end if has_tail else 0,
+            _Progress.begin(now_s), self._tiers.secret, tail_end if has_tail else 0,
         )  # fmt: skip
         sequence.is_loading = True
         self._tiers.load(load)
@@ -263,7 +300,7 @@ class TierTables:
         self._expected[sequence.request.request_id] = load
         self._loads[load] = _Loading(
             sequence, sequence.num_admissions, matched, root, token_ids[len(matched) * size : num_blocks * size],
-            load.until_s, self._tiers.secret, tail_end,
+            _Progress.begin(now_s), self._tiers.secret, tail_end,
         )  # fmt: skip
         self._tiers.load(load)
 
@@ -271,7 +308,7 @@ class TierTables:
         """Give back the blocks of a request that is not handed over to this rank."""
         load = self._expected.pop(request_id, None)
         if load is not None:
-            load.until_s = _NOW_S
+            load.should_stop = True
         self.tails.drop(request_id)
 
     def note_arrival(self, request_id: str) -> None:
@@ -282,7 +319,7 @@ class TierTables:
     def give_way(self) -> None:
         """Give back the blocks of all expected requests, because one that has come needs them."""
         for load in self._expected.values():
-            load.until_s = _NOW_S
+            load.should_stop = True
         self.tails.drop_all()
 
     def _joins_expected(self, sequence: Sequence, num_shareable: int, now_s: float) -> bool:
@@ -299,7 +336,9 @@ class TierTables:
         sequence.num_awaited_tokens = 0  # it does not wait for them twice
         load.until_s = min(load.until_s, now_s + most_s)
         self._loads[load] = self._loads[load]._replace(
-            sequence=sequence, num_admissions=sequence.num_admissions, until_s=now_s + MOST_LOAD_S
+            sequence=sequence,
+            num_admissions=sequence.num_admissions,
+            progress=_Progress.begin(now_s, load.num_loaded),
         )
         sequence.is_loading = True
         return True
@@ -356,9 +395,9 @@ class TierTables:
                 self._end_load(job, self._loads.pop(job), now_s)
             elif job in self._fetches:
                 self._fetches.pop(job).sequence.is_loading = False
-        for loading in self._loads.values():
-            if now_s > loading.until_s:
-                loading.sequence.is_loading = False
+        for load, loading in list(self._loads.items()):
+            if now_s > loading.progress.until_s and loading.sequence.is_loading:
+                self._loads[load] = self._look_at_late(load, loading, now_s)
         for fetch, (sequence, until_s) in list(self._fetches.items()):
             if now_s > until_s or sequence.status is SequenceStatus.ENDED:
                 fetch.is_unwanted, sequence.is_loading = True, False
@@ -368,6 +407,24 @@ class TierTables:
                 sequence.is_loading = False
                 del self._awaited[sequence]
         self.tails.expire(now_s)
+
+    def _look_at_late(self, load: LoadJob, loading: _Loading, now_s: float) -> _Loading:
+        """Let a load that takes long go on, or stop it. If it has not stopped by the next look, its request waits no longer."""
+        sequence = loading.sequence
+        if load.should_stop:
+            sequence.is_loading = False
+            return loading
+        num_left = len(load.keys) - load.num_loaded
+        # Blocks without the state that belongs to them are of no use.
+        num_computed = len(load.keys) if load.state_key is not None else num_left
+        compute_s = num_computed * self._pool.block_tokens * self._tiers.prompt_token_s
+        progress = loading.progress.after(load.num_loaded, num_left, compute_s, now_s)
+        is_useful = loading.secret == self._tiers.secret and loading.root == sequence.root_key
+        if progress is not None and is_useful and sequence.status is not SequenceStatus.ENDED:
+            return loading._replace(progress=progress)
+        load.should_stop = True
+        sequence.num_looked = sequence.num_admissions + 1  # it does not load the rest
+        return loading._replace(progress=loading.progress._replace(until_s=now_s + _STOP_S))
 
     def _end_load(self, load: LoadJob, loading: _Loading, now_s: float) -> None:
         """Publish what was loaded, and release everything but a tail."""
@@ -390,17 +447,18 @@ class TierTables:
             tokens = loading.token_ids[index * size : (index + 1) * size]
             pool.publish(load.block_ids[index], tokens, parent, loading.root)
             parent = load.block_ids[index]
-        if states is not None:
+        num_useful = num_loaded
+        if states is not None and load.state_key is not None:
             if is_valid and load.has_state and num_loaded == len(load.block_ids):
-                assert load.state_key is not None, "a state has a key"
                 states.publish(load.slot, load.state_key)
-            if load.state_key is not None:
-                states.give(load.slot)
+            else:
+                num_useful = 0
+            states.give(load.slot)
         if sequence.is_loading and loading.num_admissions == 0:
             fetched = sequence.fetch.keys if sequence.fetch else ()
             sources = Counter(
                 "peer" if key in fetched else source
-                for key, source in zip(load.keys[:num_loaded], load.sources, strict=False)
+                for key, source in zip(load.keys[:num_useful], load.sources, strict=False)
             )
             sequence.num_host_tokens = sources["host"] * size
             sequence.num_disk_tokens = sources["disk"] * size

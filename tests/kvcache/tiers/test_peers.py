@@ -614,7 +614,7 @@ def test_a_fetch_pays_if_it_is_predicted_to_be_faster_than_computing() -> None:
 
     assert pays(1 << 40, 1, 1e-9), "the first one is tried"
     assert not pays(1, 1, 1.0, left_s=0.0)
-    pace.note(1_000_000, 0.1, 0.05, now_s=0.0)  # 10 MB/s
+    pace.note(5_000_000, 0.5, 0.05, now_s=0.0)  # 10 MB/s
     assert pays(1_000_000, 100, 0.01)
     assert not pays(1_000_000, 100, 0.001), "0.15 s against 0.1 s"
     assert not pays(40_000_000, 10_000, 1.0), "it would take longer than it may"
@@ -642,7 +642,7 @@ def test_a_small_transfer_that_was_slow_by_chance_does_not_rule_out_a_large_one(
     pace.note(127_000_000, 2.5, 0.0, now_s=0.0)
     assert not pays(127_000_000), "it was measured with as many bytes"
     slow = TransferPace()
-    slow.note(1_000_000, 0.2, 0.0, now_s=0.0)
+    slow.note(1_000_000, 0.6, 0.0, now_s=0.0)
     assert not slow.pays(127_000_000, 1000, 0.0, left_s=2.5, now_s=0.0), "that long is not by chance"
     slow.note(1_000, 0.001, 0.0, now_s=2 * MEASURE_AGAIN_S)
     assert slow.pays(127_000_000, 1000, 0.0, left_s=2.5, now_s=2 * MEASURE_AGAIN_S), "it counts for a minute"

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -130,6 +131,30 @@ def test_a_load_that_follows_another_rank_ends_when_its_time_is_over(rank: Rank)
     load.until_s = 1e-9
     rank.until(lambda: load in rank.tiers.finished())
     assert load.num_loaded == 1
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_a_load_that_should_stop_ends_with_the_blocks_that_it_has(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, follows: bool
+) -> None:
+    for number in (0, 1):
+        rank.do(SaveJob(number, key_of(number)))
+    load = LoadJob([key_of(0), key_of(1)], [5, 4], until_s=time.monotonic() + 3600 if follows else 0.0)
+    read = rank.tiers._read
+
+    def read_and_stop(*arguments: Any, **how: Any) -> str | None:
+        source = read(*arguments, **how)
+        load.should_stop = True
+        return source
+
+    monkeypatch.setattr(rank.tiers, "_read", read_and_stop)
+    rank.do(load)
+    assert load.num_loaded == 1 and rank.record(5) == rank.record(0)
+    monkeypatch.undo()
+    rank.do(SaveJob(2, key_of(0), is_state=True))
+    early = LoadJob([key_of(0)], [5], state_key=key_of(0), slot=3, should_stop=True)
+    rank.do(early)
+    assert (early.num_loaded, early.has_state) == (0, False)
 
 
 def test_host_memory_is_used_first_and_the_disk_keeps_everything(tmp_path: Path) -> None:

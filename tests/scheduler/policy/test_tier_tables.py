@@ -9,6 +9,7 @@ from kvcache.states import StatePool
 from kvcache.tiers.jobs import MOST_LOAD_S, LoadJob
 from scheduler.policy.request import Request, SamplingParams
 from scheduler.policy.scheduler import Scheduler
+from scheduler.policy.tier_tables import LOOK_AGAIN_S, MOST_LONG_LOAD_S
 from tests.support.engines.fake_tiers import FakeTiers
 from tests.support.models.fake_model import PlannedRank, serve_alone
 
@@ -111,20 +112,103 @@ def test_moved_requests_load_together_although_a_step_has_room_for_one() -> None
     assert rank.tiers.num_loads == len(prefixes)
 
 
-def test_a_load_that_takes_too_long_is_given_up_and_its_blocks_come_back_later() -> None:
+def rank_that_loads() -> tuple[PlannedRank, LoadJob]:
+    """Return a rank that began to load three blocks for its only request at 10 s. They come when a test wants it."""
     rank = rank_with_tiers()
     serve(rank, ask("first", [*PREFIX, 0]))
     serve(rank, ask("evicts", OTHER), ask("evicts more", OTHER[::-1]))
     rank.tiers.is_prompt, rank.tiers.chance = False, 0.0
     rank.scheduler.add(ask("loads", [*PREFIX[:12], 3]))
     assert not rank.plan(now_s=10.0).items
-    assert not rank.plan(now_s=10.0 + MOST_LOAD_S).items
+    [load] = rank.tiers._loads
+    return rank, load
+
+
+def test_a_load_that_hangs_is_given_up_and_its_blocks_come_back_later() -> None:
+    rank, load = rank_that_loads()
+    rank.tiers.hangs = True
+    assert not rank.plan(now_s=9.7 + MOST_LOAD_S).items and not load.should_stop
+    assert not rank.plan(now_s=9.8 + MOST_LOAD_S).items and load.should_stop
     num_free = rank.pool.num_free
     batch = rank.plan(now_s=10.1 + MOST_LOAD_S)
     assert [item.start for item in batch.items] == [0], "it computes its prompt"
     rank.finish()
     assert rank.pool.num_free < num_free
+    rank.tiers.hangs = False
     rank.drain()  # checks that all blocks are free in the end
+
+
+def test_a_long_load_goes_on_while_it_gets_blocks_and_is_faster_than_computing() -> None:
+    rank, load = rank_that_loads()
+    rank.tiers.prompt_token_s = 1.0  # 4 s for a block
+    now_s = 9.8 + MOST_LOAD_S
+    for num_loaded in (1, 2):
+        rank.tiers.fill(1)
+        assert not rank.plan(now_s=now_s).items and not load.should_stop
+        assert load.num_loaded == num_loaded
+        now_s += 1.1 * LOOK_AGAIN_S
+    assert not rank.plan(now_s=now_s).items and load.should_stop, "no block has come since"
+    assert [(item.start, item.num_tokens) for item in rank.plan(now_s=now_s).items] == [(8, 5)]
+    rank.finish()
+    rank.drain()
+    (output, *_) = rank.outputs["loads"]
+    assert output.num_cached_tokens == output.num_host_tokens == 8
+    assert rank.tiers.num_loads == 1, "the rest is not loaded"
+
+
+@pytest.mark.parametrize("token_s", [0.25, 0.0], ids=["fast", "unknown"])
+def test_a_long_load_that_is_slower_than_computing_stops_and_its_blocks_are_used(token_s: float) -> None:
+    rank, load = rank_that_loads()
+    rank.tiers.prompt_token_s = token_s  # at most 1 s for a block
+    rank.tiers.fill(1)
+    assert not rank.plan(now_s=9.8 + MOST_LOAD_S).items and load.should_stop, "2.3 s for a block"
+    assert [item.start for item in rank.plan(now_s=9.8 + MOST_LOAD_S).items] == [4]
+    rank.finish()
+    rank.drain()
+
+
+def test_no_load_lasts_longer_than_its_bound() -> None:
+    rank, load = rank_that_loads()
+    rank.tiers.prompt_token_s = 100.0
+    rank.tiers.fill(1)
+    assert not rank.plan(now_s=10.0 + MOST_LONG_LOAD_S).items and not load.should_stop
+    rank.tiers.fill(1)
+    assert not rank.plan(now_s=10.1 + MOST_LONG_LOAD_S + LOOK_AGAIN_S).items and load.should_stop
+    rank.drain()
+
+
+@pytest.mark.parametrize("end", ["aborted", "forgotten"])
+def test_a_long_load_that_nothing_needs_stops(end: str) -> None:
+    rank, load = rank_that_loads()
+    rank.tiers.prompt_token_s = 100.0
+    rank.tiers.fill(1)
+    if end == "aborted":
+        rank.scheduler.abort("loads")
+    else:
+        rank.scheduler.forget_prefixes(5)
+    rank.plan(now_s=9.8 + MOST_LOAD_S)
+    assert load.should_stop
+    rank.drain()
+
+
+def test_blocks_without_their_state_are_of_no_use_so_a_long_load_is_compared_with_all_of_them() -> None:
+    rank = rank_with_tiers(states=8)
+    serve(rank, ask("first", [*PREFIX, 0]))
+    serve(rank, ask("evicts", OTHER), ask("evicts more", OTHER[::-1]))
+    rank.tiers.is_prompt, rank.tiers.chance = False, 0.0
+    rank.scheduler.add(ask("loads", [*PREFIX, 3]))
+    assert not rank.plan(now_s=10.0).items
+    [load] = rank.tiers._loads
+    num_blocks = len(load.keys)
+    rank.tiers.fill(num_blocks - 1)
+    # One block is computed sooner than it is loaded, but all of them are not.
+    rank.tiers.prompt_token_s = 2 * 2.3 / (num_blocks - 1) / (4 * num_blocks)
+    assert not rank.plan(now_s=9.8 + MOST_LOAD_S).items and not load.should_stop
+    assert not rank.plan(now_s=9.9 + MOST_LOAD_S + LOOK_AGAIN_S).items and load.should_stop
+    rank.drain()
+    (output, *_) = rank.outputs["loads"]
+    assert output.num_cached_tokens == output.num_host_tokens == 0
+    assert rank.tiers.figures.host_hit_tokens == 0
 
 
 def test_prefixes_forgotten_during_a_load_are_not_used() -> None:

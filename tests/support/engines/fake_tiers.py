@@ -22,6 +22,8 @@ class FakeTiers:
         self.rank, self._random, self._loss = rank, random.Random(seed), loss
         self.figures = TierFigures()
         self.generation = 0
+        self.prompt_token_s = 0.0
+        self.hangs = False  # a load does not stop
         self.is_prompt = False  # end all jobs at once
         self.chance = 0.5  # that `finished` ends the next job, otherwise
         self.now_s = 0.0  # for loads that follow another rank
@@ -86,7 +88,7 @@ class FakeTiers:
             (self._states if save.is_state else self._blocks)[save.key] = content
             (self.remote_states if save.is_state else self.remote_blocks)[save.key] = content
             done.append(save)
-        while self._loads and self._is_time():
+        while self._loads and (self._is_time() or (self._loads[0].should_stop and not self.hangs)):
             done.append(self._fill(self._loads.pop(0)))
         for load in list(self._follows) if self.chance else []:
             while load.is_open and load.keys[load.num_loaded] in self._blocks:
@@ -122,8 +124,16 @@ class FakeTiers:
         load.num_loaded += 1
         load.sources.append("host")
 
+    def fill(self, num_blocks: int) -> None:
+        """Load the next blocks of the load that began first. It stays open."""
+        for _ in range(num_blocks):
+            self._fill_next(self._loads[0])
+
     def _fill(self, load: LoadJob) -> LoadJob:
-        for key, block_id in zip(load.keys, load.block_ids, strict=True):
+        blocks = list(zip(load.keys, load.block_ids, strict=True))
+        for key, block_id in blocks[load.num_loaded :]:
+            if load.should_stop:
+                return load
             rows = self._blocks.get(key)
             for row in range(self.rank.pool.block_tokens):  # the block is written in any case
                 self.rank.put_row(block_id, row, ("damaged", key), is_long=False)
@@ -134,7 +144,7 @@ class FakeTiers:
                 self.rank.put_row(block_id, row, content, is_long=is_long)
             load.num_loaded += 1
             load.sources.append("host")
-        if load.state_key is not None:
+        if load.state_key is not None and not load.should_stop:
             self.rank.put_state(load.slot, [-1])
             state = self._states.get(load.state_key)
             if state is not None and self._random.random() >= self._loss:
