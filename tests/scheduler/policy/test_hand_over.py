@@ -257,6 +257,20 @@ def test_no_block_is_taken_for_a_request_that_is_expected_if_half_of_them_are_in
     assert second.pool.num_free == 12, "12 blocks, once"
 
 
+def test_a_request_does_not_wait_for_ever_for_a_load_that_hangs() -> None:
+    second = rank_of_host(other=rank_of_host())
+    request = ask("r", prompt_of(33), max_tokens=3)
+    expect(second, request)
+    second.tiers.chance = 0.0  # nothing is loaded, and the load does not end
+    second.scheduler.add(replace(request, replayed_ids=(1,), num_awaited_tokens=33))
+    assert not second.plan(now_s=0.0).items
+    assert not second.plan(now_s=MOST_LOAD_S - 0.2).items, "the load should stop"
+    assert [item.start for item in second.plan(now_s=MOST_LOAD_S + 0.1).items] == [0]
+    second.tiers.chance = 1.0
+    second.finish()
+    second.drain()
+
+
 def test_cached_blocks_that_an_expected_request_shares_do_not_count_as_free_for_its_loads() -> None:
     second = rank_of_host(num_blocks=24)
     second.scheduler.add(ask("before", prompt_of(48), max_tokens=1))  # leaves 12 cached blocks, not held
