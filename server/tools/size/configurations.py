@@ -1,8 +1,8 @@
 """Which published configurations a start accepts on CPUs and on GPUs, and the result of `wideep size` for each.
 
-`python -m server.tools.size.configurations FOLDER` prints the table of docs/checkpoints.md. A folder contains each model's
-config.json in its own folder (OWNER/NAME/config.json), or all files together as OWNER--NAME_config.json, with ModelOpt's
-hf_quant_config.json next to it for models that have one. Weights are not needed: the check is the part of a start that
+`python -m server.tools.size.configurations FOLDER` prints the rows of docs/published.md that have figures. A folder contains
+each model's config.json in its own folder (OWNER/NAME/config.json), or all files together as OWNER--NAME_config.json, with
+ModelOpt's hf_quant_config.json next to it for models that have one. Weights are not needed: the check is the part of a start that
 reads only these files, so problems that only weights show (a missing tensor, scales without codes) are not in the table.
 Rejected: keeping the configurations in this repository, because they have many different licences.
 """
@@ -22,6 +22,7 @@ from moe.load.quantisation import (
     read_quantisation,
 )
 from scheduler.policy.config import ConfigError
+from server.front.images.seeing import IMAGE_TYPES
 from server.machine.model_fields import field_of
 from server.serve.preflight.model import PreflightError, check_is_moe, read_config
 from server.tools.size.costs.fit import SizeError
@@ -42,7 +43,7 @@ class ConfigurationVerdict(NamedTuple):
     name: str
     model_type: str
     quantisation: str
-    on_cpu: str  # yes, text (only its text decoder is served) or no
+    on_cpu: str  # yes, images (and text), text (only the text decoder of a model with towers) or no
     on_gpu: str
     weights_gb: float | None  # None without an estimate
     shared_gb: float | None
@@ -70,7 +71,7 @@ def judge_all(folder: Path, device: str) -> tuple[list[ConfigurationVerdict], in
 def judge(name: str, directory: Path, device: str) -> ConfigurationVerdict:
     """Return the verdict on one configuration; `wideep size` counts its ranks of a GPU with this name."""
     config = read_config(directory)
-    served = "text" if isinstance(config.get("text_config"), dict) else "yes"
+    served = _served_part(config)
     on_cpu, on_gpu = (_read(directory, on_gpu=each) for each in (False, True))
     weights = shared = ranks = None
     reason = next((each for each in (on_cpu, on_gpu) if isinstance(each, str)), "")
@@ -160,6 +161,12 @@ def _fewest_ranks(directory: Path, device: str) -> int:
     SIZE.add_flags(parser)
     args = parser.parse_args([str(directory), "--device", device])
     return size(args, SizeOptions.of(args)).chosen.num_ranks
+
+
+def _served_part(config: dict[str, Any]) -> str:
+    if config.get("model_type") in IMAGE_TYPES:
+        return "images"
+    return "text" if isinstance(config.get("text_config"), dict) else "yes"
 
 
 def _quantisation(directory: Path, config: dict[str, Any]) -> str:

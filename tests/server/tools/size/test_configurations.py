@@ -1,13 +1,16 @@
 """The table of published configurations: both layouts of a folder, and the result for each."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from server.tools.size.configurations import judge_all, main
+from server.front.images.seeing import IMAGE_TYPES
+from server.tools.size.configurations import judge, judge_all, main
 from server.tools.size.published import MODELS
+from tests.support.models.families import make_config
 
 _OSS = {**MODELS["gpt-oss-120b"], "num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
 _QWEN = {**MODELS["qwen3-235b"], "num_hidden_layers": 2}
@@ -50,6 +53,22 @@ def test_every_configuration_is_judged_for_both_kinds_of_devices(folder: Path) -
     assert (wide.on_cpu, wide.on_gpu, wide.ranks) == ("yes", "no", None)
     assert "heads of 1024 values; the GPU kernels support 16 to 512" in wide.reason
     assert (bnb.on_cpu, bnb.on_gpu) == ("no", "no") and bnb.reason.endswith("or outliers are separate)")
+
+
+@pytest.mark.parametrize(("model_type", "served"), [("qwen3_vl_moe", "images"), ("aria", "text")])
+def test_models_that_take_images_differ_from_text_decoders(
+    model_type: str, served: str, tmp_path: Path
+) -> None:
+    make_config(model_type).save_pretrained(tmp_path)
+    assert judge(model_type, tmp_path, "h200").on_cpu == served
+
+
+def test_the_page_of_published_models_lists_images_for_the_types_that_take_them() -> None:
+    page = (Path(__file__).parents[4] / "docs" / "published.md").read_text()
+    rows = re.findall(r"^\| \S+/\S+ \| `(\S+)` \| .*?\| (yes|images|text) \|", page, re.MULTILINE)
+    assert len(rows) > 90
+    for model_type, served in rows:
+        assert (served == "images") == (model_type in IMAGE_TYPES), model_type
 
 
 def test_the_table_is_markdown_with_a_sum(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
