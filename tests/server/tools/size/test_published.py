@@ -42,7 +42,7 @@ def test_every_figure_has_a_source_and_most_are_not_asked() -> None:
 def test_published_figures_are_foretold_as_well_as_docs_say() -> None:
     compared = [compare(figure, costs_of(figure.model)) for figure in FIGURES]
     text = published_text(compared)
-    assert text in (ROOT / "docs" / "sizing.md").read_text()
+    assert text in (ROOT / "docs" / "sizing_accuracy.md").read_text()
     assert f"{median_error(compared):.0%}".replace("%", " %") in (ROOT / "README.md").read_text()
     for each in compared:
         assert each.figure.what in text and each.figure.source in text
