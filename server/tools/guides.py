@@ -1,32 +1,53 @@
 """Generate docs/from_vllm.md and docs/from_sglang.md from the tables: `python -m server.tools.guides`; a test compares them."""
 
-import itertools
+import re
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 from server.options.foreign.flags import GIVEN, ForeignFlag
-from server.options.foreign.sglang import DIFFERS_FROM_SGLANG, SAME_AS_SGLANG, SGLANG_FLAGS, SHARED_WITH_VLLM
+from server.options.foreign.sglang import (
+    DIFFERS_FROM_SGLANG,
+    FITS_IN_SGLANG,
+    SAME_AS_SGLANG,
+    SGLANG_FLAGS,
+    SHARED_WITH_VLLM,
+)
 from server.options.foreign.vllm import DIFFERS_FROM_VLLM, SAME_AS_VLLM, VLLM_FLAGS
 from server.options.table import OPTIONS
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs"
-_COMMON = """\
-A flag of the other program is accepted if it means the same here or has no effect here; in the second case the service logs a
-line at startup. A flag for a feature that WideEP does not have is refused before anything is loaded, with the message below and
-exit status 2. For an unknown flag, the message suggests a flag with a similar name, if there is one.
+_WIDTH = 130  # of the list of flags, in characters
+_LEGEND = """\
+| verdict | meaning |
+|---|---|
+| **same** | The name and the meaning are the same ([options.md](options.md)). "same, but" states a difference. |
+| **alias** | The flag is another name for a flag of WideEP. |
+| **ignored** | The flag is accepted without effect. The service logs it at startup, with the reason in the table. |
+| **rejected** | The service prints the message in the table and exits with status 2 before it loads anything. |
 
-Names may contain underscores instead of dashes. `--no-enable-NAME` and `--disable-NAME` turn `--enable-NAME` off; `--no-NAME`
-turns other switches off. The keys of a JSON value may be given one by one: `--eplb-config.num_redundant_experts 8`.
-`--config FILE` reads a YAML file of names and values (dashes or underscores, lists as lists, JSON as mappings); the command
-line takes precedence. Numbers of tokens may end in k, m or g (thousand, million, 10^9) or K, M or G (1,024 and its powers), as
-in vLLM: `--max-model-len 8k` is 8,000 and `--max-model-len 8K` is 8,192. Sizes in bytes (`--kv-cache-memory 2G`) always use
-powers of 1,024. `LLM(...)` accepts and refuses the same names as keywords.
+If only some values of a flag are **ignored**, the table has these values, and the message for the others. For an unknown flag, the
+message suggests a flag with a similar name.
+"""
+_SPELLING = """\
+## How flags are written
+
+- Names may contain underscores instead of dashes.
+- `--no-enable-NAME` and `--disable-NAME` turn `--enable-NAME` off. `--no-NAME` turns other switches off.
+- The keys of a JSON value may be given one by one: `--eplb-config.num_redundant_experts 8`.
+- `--config FILE` reads a YAML file of names and values: dashes or underscores, lists as lists, JSON as mappings. The command line
+  takes precedence.
+- Numbers of tokens may end in k, m or g (thousand, million, 10^9) or in K, M or G (1,024 and its powers), as in vLLM:
+  `--max-model-len 8k` is 8,000 and `--max-model-len 8K` is 8,192. Sizes in bytes (`--kv-cache-memory 2G`) always use powers of 1,024.
+- `LLM(...)` takes the same names as keywords ([offline.md](offline.md)).
 """
 _VLLM = """\
 # Coming from vLLM
 
-{common}
+After reading this page you can start WideEP with your `vllm serve` command line. Each flag of vLLM has one of four verdicts:
+
+{legend}
 A wide-EP command and its equivalent:
 
 ```console
@@ -36,18 +57,25 @@ $ vllm serve deepseek-ai/DeepSeek-V3 --data-parallel-size 8 --tensor-parallel-si
 $ wideep serve deepseek-ai/DeepSeek-V3 --data-parallel-size 8 --enable-eplb --eplb-config '{{"num_redundant_experts": 32}}'
 ```
 
-`wideep serve` also accepts the flags of the first command. On several nodes, torchrun starts the ranks with the same command
-line on each node ([README](../README.md)); flags such as `--headless` and `--data-parallel-address` do not apply.
+`wideep serve` also accepts the flags of the first command. On several nodes, torchrun starts the ranks, with the same command
+line on each node ([nodes.md](nodes.md)). Flags such as `--headless` and `--data-parallel-address` are then rejected.
 
+{spelling}
 ## The flags of `vllm serve` 0.33
 
-"same": the same name and meaning ([options.md](options.md)). "alias": another name for one of WideEP's flags. "harmless":
-accepted without effect. "refused": not supported.
+These flags are the **same**:
+
+{same}
+
+The table lists all other flags. Flags with the same verdict and the same reason share a row. Rows are sorted by their first flag.
 """
 _SGLANG = """\
 # Coming from SGLang
 
-{common}
+After reading this page you can start WideEP with your `sglang.launch_server` command line. Each flag of SGLang has one of four
+verdicts:
+
+{legend}
 A wide-EP command and its equivalent:
 
 ```console
@@ -58,54 +86,76 @@ $ wideep serve deepseek-ai/DeepSeek-V3 -dp 8 --enable-eplb --eplb-config '{{"num
     --gpu-memory-utilization 0.85
 ```
 
-`wideep serve` also accepts the flags of the first command. Two counts differ. With data-parallel attention, SGLang's
-`--max-running-requests` and `--chunked-prefill-size` count all ranks together; `--max-num-seqs` and `--max-num-batched-tokens`
-count one rank.
+`wideep serve` also accepts the flags of the first command. Two limits count differently. With data-parallel attention, SGLang's
+`--max-running-requests` and `--chunked-prefill-size` count all ranks together. WideEP's `--max-num-seqs` and
+`--max-num-batched-tokens` count one rank.
 
+{spelling}
 ## The flags of `sglang.launch_server` 0.5.23
 
-The flags of its published recipes and other common ones; rare flags are refused as unknown. "same": the same name and meaning
-([options.md](options.md)). "alias": another name for one of WideEP's flags. "harmless": accepted without effect. "refused": not
-supported.
+This page covers the flags of SGLang's published recipes and other common flags. Other flags are **rejected** as unknown.
+
+These flags are the **same**:
+
+{same}
+
+The table lists all other flags. Flags with the same verdict and the same reason share a row. Rows are sorted by their first flag.
 """
 
 
 class _Row(NamedTuple):
     names: str
-    fate: str
+    verdict: str
     what: str
 
 
 def vllm_guide() -> str:
     """Return the text of docs/from_vllm.md."""
-    return _page(_VLLM, SAME_AS_VLLM, DIFFERS_FROM_VLLM, VLLM_FLAGS)
+    return _page(_VLLM, SAME_AS_VLLM, DIFFERS_FROM_VLLM, VLLM_FLAGS, {})
 
 
 def sglang_guide() -> str:
     """Return the text of docs/from_sglang.md."""
     shared = set(SHARED_WITH_VLLM.split())
     flags = [*SGLANG_FLAGS, *(flag for flag in VLLM_FLAGS if shared & {*flag.names})]
-    return _page(_SGLANG, SAME_AS_SGLANG, DIFFERS_FROM_SGLANG, flags)
+    return _page(_SGLANG, SAME_AS_SGLANG, DIFFERS_FROM_SGLANG, flags, FITS_IN_SGLANG)
 
 
-def _page(head: str, same: str, differs: Mapping[str, str], flags: Iterable[ForeignFlag]) -> str:
-    rows = [*_same_rows(same.split(), differs), *itertools.chain.from_iterable(map(_foreign_rows, flags))]
-    lines = [head.format(common=_COMMON), "| flag | here | what |", "|---|---|---|"]
-    for (fate, what), alike in itertools.groupby(rows, key=lambda row: (row.fate, row.what)):
-        lines.append(f"| {', '.join(row.names for row in alike)} | {fate} | {what} |".replace("|  |", "| |"))
-    return "\n".join([*lines, ""])
+def _page(
+    head: str, same: str, differs: Mapping[str, str], flags: Iterable[ForeignFlag], fits: Mapping[str, str]
+) -> str:
+    notes = _notes_on(same.split(), differs)
+    alike = ", ".join(f"`{name}`" for name in sorted(notes, key=_key) if not notes[name])
+    listed = textwrap.fill(alike, _WIDTH, break_long_words=False, break_on_hyphens=False)
+    rows = [_Row(f"`{name}`", "same, but", note) for name, note in notes.items() if note]
+    rows += [_foreign_row(flag, fits.get(flag.name, flag.fits.in_words)) for flag in flags]
+    text = head.format(legend=_LEGEND, spelling=_SPELLING, same=listed)
+    return "\n".join([text, "| flag | verdict | notes |", "|---|---|---|", *_lines(rows), ""])
 
 
-def _same_rows(names: Iterable[str], differs: Mapping[str, str]) -> Iterator[_Row]:
-    """Yield rows of our flags; flags without a remark come first, so that they share one row."""
+def _lines(rows: Iterable[_Row]) -> Iterator[str]:
+    """Yield the table: one line for all rows with the same verdict and notes, sorted by their first flag."""
+    together: dict[tuple[str, str], list[str]] = {}
+    for row in sorted(rows, key=lambda row: _key(row.names)):
+        together.setdefault((row.verdict, row.what), []).append(row.names)
+    for (verdict, what), names in together.items():
+        linked = re.sub(r"docs/(\w+\.md)", r"[\1](\1)", what)
+        yield f"| {', '.join(names)} | {verdict} | {linked} |"
+
+
+def _key(names: str) -> str:
+    return names.strip("`").lstrip("-").lower()
+
+
+def _notes_on(names: Iterable[str], differs: Mapping[str, str]) -> dict[str, str]:
+    """Return what is different about each of our flags, or "" if nothing is."""
     taken = {option.flag.names[0]: option.flag for option in OPTIONS if option.flag.taken_as}
-    told: dict[str, str] = {}
+    notes: dict[str, str] = {}
     for name in names:
         flag = taken.get(name)
         words = "" if flag is None else _words(flag.taken_as) + f": {flag.taken_because}"
-        told[name] = "; ".join(filter(None, [differs.get(name, ""), words]))
-    yield from (_Row(f"`{name}`", "same", "") for name, what in told.items() if not what)
-    yield from (_Row(f"`{name}`", "same", what) for name, what in told.items() if what)
+        notes[name] = "; ".join(filter(None, [differs.get(name, ""), words]))
+    return notes
 
 
 def _words(taken_as: Mapping[str, str]) -> str:
@@ -116,7 +166,7 @@ def _words(taken_as: Mapping[str, str]) -> str:
     return ", ".join(parts)
 
 
-def _foreign_rows(flag: ForeignFlag) -> Iterator[_Row]:
+def _foreign_row(flag: ForeignFlag, fits: str) -> _Row:
     names = ", ".join(f"`{name}`" for name in flag.names)
     otherwise = flag.otherwise.replace(GIVEN, "N")
     if flag.becomes:
@@ -125,16 +175,16 @@ def _foreign_rows(flag: ForeignFlag) -> Iterator[_Row]:
             for theirs, ours in flag.spelled.items()
         )
         key = f", key `{flag.key}`" if flag.key else ""
-        yield _Row(names, "alias", f"`{flag.becomes}`{key}" + (f"; {spelled}" if spelled else ""))
-    elif not flag.because:
-        yield _Row(names, "refused", otherwise)
-    else:
-        otherwise = f"; otherwise refused: {otherwise}" if otherwise else ""
-        yield _Row(
-            names,
-            f"harmless with {flag.fits.in_words}" if otherwise else "harmless",
-            flag.because + otherwise,
-        )
+        return _Row(names, "alias", f"`{flag.becomes}`{key}" + (f"; {spelled}" if spelled else ""))
+    if not flag.because:
+        return _Row(names, "rejected", otherwise)
+    if not otherwise:
+        return _Row(names, "ignored", flag.because)
+    # A message often begins with the reason for the values without effect.
+    message = otherwise.removeprefix(f"{flag.because}; ")
+    if flag.takes == "nothing" and fits == str(True):
+        return _Row(names, "ignored", f"{flag.because}; `{flag.off_names[0]}` is rejected: {message}")
+    return _Row(names, f"ignored with {fits}", f"{flag.because}; otherwise rejected: {message}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Flags of other programs: how command lines written for vLLM or SGLang are accepted or refused, with a reason.
+"""Flags of other programs: how command lines written for vLLM or SGLang are accepted or rejected, with a reason.
 
-`vllm` and `sglang` declare them with `refused`, `harmless` and `alias`. A flag with the same name and meaning
+`vllm` and `sglang` declare them with `rejected`, `ignored` and `alias`. A flag with the same name and meaning
 here is declared once, in `table`. These declarations produce the parser (which needs each flag's number of values), the
-lines logged at startup, the refusals, docs/from_vllm.md and docs/from_sglang.md. Rejected: ignoring unknown flags, as a
+lines logged at startup, the rejections, docs/from_vllm.md and docs/from_sglang.md. Rejected: ignoring unknown flags, as a
 service that starts without a requested feature fails only in production.
 """
 
@@ -44,7 +44,7 @@ TIERS = (
     "WideEP has its own tiers for cached prefixes: --kv-offloading-size for host memory, --kv-offloading-dir and "
     "--kv-offloading-disk-size for disk"
 )
-POOLS = "use --pools prefill:1,decode:1 for separate prefill and decode ranks, or --role with a torchrun for each pool (docs/pools.md)"
+POOLS = "use --pools prefill:1,decode:1 for disaggregated prefill/decode, or --role with a torchrun for each pool (docs/pools.md)"
 PACE = "use --target-itl-ms, the target time between two tokens for steps with prompts"
 KERNELS = "each kind of device has one set of kernels, chosen by --device and the device's capabilities; leave it out"
 GRAPHS = (
@@ -61,7 +61,7 @@ class ForeignFlag:
     names: tuple[str, ...]  # messages use the first
     takes: str = "value"  # "value", "values", or "nothing": a switch
     because: str = ""  # why a value that fits has no effect
-    otherwise: str = ""  # why another value is refused, and its replacement; if empty, all values fit
+    otherwise: str = ""  # why another value is rejected, and its replacement; if empty, all values fit
     fits: Fits = NONE
     becomes: str = ""  # our flag with the same meaning
     key: str = ""  # the key that it sets in that flag's JSON; if empty, it sets the whole value
@@ -94,7 +94,7 @@ class ForeignFlag:
         return off_names_of(self.names) if self.takes == "nothing" else ()
 
 
-def refused(
+def rejected(
     otherwise: str, *, values: str = "", lists: str = "", switches: str = ""
 ) -> tuple[ForeignFlag, ...]:
     """Declare flags that are not supported.
@@ -111,7 +111,7 @@ def refused(
     )
 
 
-def harmless(
+def ignored(
     because: str,
     *,
     fits: Fits = ALL,
@@ -125,8 +125,8 @@ def harmless(
     Args:
         because: Why they have no effect.
         fits: The values without an effect.
-        otherwise: Why other values are refused, and their replacement. If empty, `because` and "leave it out".
-        values, lists, switches: As for `refused`.
+        otherwise: Why other values are rejected, and their replacement. If empty, `because` and "leave it out".
+        values, lists, switches: As for `rejected`.
     """
     if fits is not ALL:
         otherwise = otherwise or f"{because}; leave it out"

@@ -26,9 +26,9 @@ from server.options.foreign.flags import (
     ForeignFlag,
     Said,
     alias,
-    harmless,
+    ignored,
     of,
-    refused,
+    rejected,
 )
 
 _TRANSFER_ROLES = {"kv_producer": "prefill", "kv_consumer": "decode"}
@@ -73,7 +73,7 @@ def _role_of_transfer(given: Any) -> str:
 
 _NODES = (
     "on several nodes, start the ranks with torchrun on each node: `torchrun --nnodes N --nproc-per-node GPUS ... "
-    "--no-python wideep worker MODEL` (README.md, docs/faults.md)"
+    "--no-python wideep worker MODEL` (docs/nodes.md)"
 )
 _RANKS = (
     "attention runs data-parallel and experts are spread over all ranks: use --data-parallel-size {given}"
@@ -107,66 +107,66 @@ def _names_our_backend(given: Any, _said: Said) -> bool:
 
 
 _MODEL = (
-    *harmless(
+    *ignored(
         "code from a checkpoint is never run; startup rejects a model whose type the installed transformers "
         "does not know (`wideep models` lists the types)",
         switches="--trust-remote-code",
     ),
-    *harmless("code from a checkpoint is never run", values="--code-revision"),
-    *refused(
+    *ignored("code from a checkpoint is never run", values="--code-revision"),
+    *rejected(
         "--revision applies to the tokenizer too; for another one, give a folder with --tokenizer",
         values="--tokenizer-revision",
     ),
-    *refused("config.json is read from MODEL; change fields with --hf-overrides", values="--hf-config-path"),
-    *refused("use --hf-overrides '{\"rope_scaling\": {...}}'", values="--rope-scaling --rope-theta"),
-    *refused(
+    *rejected("config.json is read from MODEL; change fields with --hf-overrides", values="--hf-config-path"),
+    *rejected("use --hf-overrides '{\"rope_scaling\": {...}}'", values="--rope-scaling --rope-theta"),
+    *rejected(
         "other users of the machine can read a command line; give the token in the environment variable HF_TOKEN", values="--hf-token"
     ),
-    *harmless(
+    *ignored(
         "config.json is in transformers' format", fits=of("auto", "hf"),
         otherwise="the model needs a config.json in transformers' format; use auto", values="--config-format",
     ),
-    *harmless(
+    *ignored(
         "models use the code of transformers", fits=of("auto", "transformers"),
         otherwise="models use the code of transformers, with WideEP's attention and experts; use transformers, or leave it out",
         values="--model-impl",
     ),
-    *harmless(
+    *ignored(
         "models generate text", fits=of("auto", "generate", "none"), otherwise=GENERATES,
         values="--runner --convert --task",
     ),
-    *refused(GENERATES, values="--pooler-config --io-processor-plugin"),
-    *harmless("late-interaction scores are not supported", switches="--enable-flash-late-interaction"),
-    *refused("transformers determines the class from the model's type; leave it out", values="--model-class-overrides"),
-    *harmless(
+    *rejected(GENERATES, values="--pooler-config --io-processor-plugin"),
+    *ignored("late-interaction scores are not supported", switches="--enable-flash-late-interaction"),
+    *rejected("transformers determines the class from the model's type; leave it out", values="--model-class-overrides"),
+    *ignored(
         "each rank reads its own share of the safetensors files",
         values="--safetensors-load-strategy --safetensors-prefetch-num-threads --safetensors-prefetch-block-size "
         "--model-loader-extra-config --pt-load-map-location --max-parallel-loading-workers",
         lists="--ignore-patterns",
         switches="--use-tqdm-on-load --enable-ep-weight-filter",
     ),
-    *refused(
+    *rejected(
         "the quantisation of a checkpoint is read from its config; to quantise on load, use --quantization int8 or int4",
         values="--quantization-config",
     ),
-    *harmless("docs/quantised.md lists the supported formats", switches="--allow-deprecated-quantization"),
-    *refused("a sliding window is part of the model; shorten the context with --max-model-len", switches="--disable-sliding-window"),
-    *refused("text is always served, and prompts of token ids are also accepted; leave it out", switches="--skip-tokenizer-init"),
-    *refused("prompts are text or token ids; leave it out", switches="--enable-prompt-embeds"),
-    *refused(LORA, switches="--enable-lora-bias --enable-tower-connector-lora",
+    *ignored("docs/quantised.md lists the supported formats", switches="--allow-deprecated-quantization"),
+    *rejected("a sliding window is part of the model; shorten the context with --max-model-len", switches="--disable-sliding-window"),
+    *rejected("text is always served, and prompts of token ids are also accepted; leave it out", switches="--skip-tokenizer-init"),
+    *rejected("prompts are text or token ids; leave it out", switches="--enable-prompt-embeds"),
+    *rejected(LORA, switches="--enable-lora-bias --enable-tower-connector-lora",
         values="--default-mm-loras --max-lora-cls-labels --lora-extra-vocab-size"),
-    *harmless(
+    *ignored(
         LORA_LAYOUTS, switches="--enable-mixed-moe-lora-format --enable-moe-shared-loras --fully-sharded-loras --specialize-active-lora",
     ),
 )  # fmt: skip
 _MEDIA = (
-    *harmless(
+    *ignored(
         IMAGES, switches="--skip-mm-profiling --disable-chunked-mm-input --mm-device-do-normalize "
         "--disable-mm-preprocessor-cache --trust-request-mm-kwargs",
         values="--mm-processor-cache-type --mm-hasher-algorithm --mm-shm-cache-max-object-size-mb --mm-encoder-tp-mode "
         "--mm-encoder-attn-backend --mm-encoder-attn-dtype --mm-tensor-ipc --mm-processor-device --mm-ipc-gpu-memory-gb",
     ),
-    *refused(
+    *rejected(
         IMAGES_ONLY, switches="--enable-mm-embeds --mm-encoder-only --interleave-mm-strings",
         values="--media-io-kwargs --video-pruning-rate --video-pruning-method "
         "--mm-encoder-fp8-scale-path --mm-encoder-fp8-scale-save-path --mm-encoder-fp8-scale-save-margin "
@@ -174,57 +174,57 @@ _MEDIA = (
     ),
 )  # fmt: skip
 _PARALLEL = (
-    *harmless(
-        "every rank is one process with all attention weights", fits=Fits("1, or the number of ranks with SGLang's --enable-dp-attention", is_size_of_one_group), otherwise=_RANKS,
+    *ignored(
+        "every rank is one process with all attention weights", fits=Fits("1", is_size_of_one_group), otherwise=_RANKS,
         values="--tensor-parallel-size/-tp/--tp-size/--tp",
     ),
-    *harmless(
+    *ignored(
         "a rank has all layers", fits=of(1), otherwise="layers are not split over ranks, but experts are: use "
         "--data-parallel-size {given}",
         values="--pipeline-parallel-size/-pp/--pp-size/--pp",
     ),
-    *harmless(
+    *ignored(
         "a request's context is on one rank", fits=of(1), otherwise="a request's context is on one rank; use "
         "--data-parallel-size with the number of GPUs",
         values="--decode-context-parallel-size/-dcp/--dcp-size --prefill-context-parallel-size/-pcp "
         "--dcp-kv-cache-interleave-size --cp-kv-cache-interleave-size",
     ),
-    *refused("a request's context is on one rank; leave it out", values="--dcp-comm-backend", switches="--dcp-q-replicate"),
-    *harmless(
+    *rejected("a request's context is on one rank; leave it out", values="--dcp-comm-backend", switches="--dcp-q-replicate"),
+    *ignored(
         "all ranks are on this node", fits=Fits("the number of all ranks", _is_whole), otherwise=_NODES, values="--data-parallel-size-local/-dpl"
     ),
-    *harmless("all ranks are on this node", fits=of(1), otherwise=_NODES, values="--nnodes/-n"),
-    *harmless("this is the only node", fits=of(0), otherwise=_NODES, values="--node-rank/-r --data-parallel-start-rank/-dpr"),
-    *harmless(
+    *ignored("all ranks are on this node", fits=of(1), otherwise=_NODES, values="--nnodes/-n"),
+    *ignored("this is the only node", fits=of(0), otherwise=_NODES, values="--node-rank/-r --data-parallel-start-rank/-dpr"),
+    *ignored(
         "ranks on one node need no address",
         fits=Fits("any value on one node", lambda _given, said: on_one_node(said)), otherwise=_NODES,
         values="--master-addr --master-port --data-parallel-address/-dpa --data-parallel-rpc-port/-dpp "
         "--dist-init-addr/--nccl-init-addr --nccl-port",
     ),
-    *harmless(
+    *ignored(
         "every rank is a separate process", fits=of("mp", "uni"), otherwise=f"Ray is not used; {_NODES}",
         values="--data-parallel-backend/-dpb --distributed-executor-backend",
     ),
-    *refused(f"only the node of the rendezvous endpoint serves HTTP, without a flag; {_NODES}", switches="--headless"),
-    *refused(
+    *rejected(f"only the node of the rendezvous endpoint serves HTTP, without a flag; {_NODES}", switches="--headless"),
+    *rejected(
         _ROUTES, switches="--data-parallel-hybrid-lb/-dph --data-parallel-external-lb/-dpe "
         "--data-parallel-multi-port-external-lb/-dpm",
         values="--data-parallel-rank/-dpn --data-parallel-supervisor-port --dp-supervisor-probe-interval-s "
         "--dp-supervisor-probe-timeout-s --dp-supervisor-probe-failure-threshold",
     ),
-    *harmless("each front tokenizes for its own clients", values="--renderer-num-workers"),
-    *harmless("HTTP always has a separate process", switches="--disable-frontend-multiprocessing"),
-    *harmless(
+    *ignored("each front tokenizes for its own clients", values="--renderer-num-workers"),
+    *ignored("HTTP always has a separate process", switches="--disable-frontend-multiprocessing"),
+    *ignored(
         "experts are always spread over the ranks", fits=of(True), switches="--enable-expert-parallel/-ep",
         otherwise="experts are always spread over the ranks; one rank, --data-parallel-size 1, holds them all",
     ),
-    *harmless("ranks synchronise in every step", values="--dp-sync-interval", switches="--disable-nccl-for-dp-synchronization"),
-    *harmless("ranks do not reduce partial results", switches="--disable-custom-all-reduce --enable-shm-tensor-arena"),
-    *refused(
+    *ignored("ranks synchronise in every step", values="--dp-sync-interval", switches="--disable-nccl-for-dp-synchronization"),
+    *ignored("ranks do not reduce partial results", switches="--disable-custom-all-reduce --enable-shm-tensor-arena"),
+    *rejected(
         "attention runs data-parallel and is not split between ranks; leave it out",
         switches="--enable-hc-sp --enable-batch-sharded-sampling",
     ),
-    *harmless(
+    *ignored(
         "experts are placed in order at first", fits=of("linear"), values="--expert-placement-strategy",
         otherwise="write a placement with `wideep experts plan ... --out FILE` and give it as --expert-placement FILE",
     ),
@@ -232,60 +232,60 @@ _PARALLEL = (
     alias("--eplb-window-size", "--eplb-config", "window_size"),
     alias("--eplb-step-interval/--eplb-rebalance-num-iterations", "--eplb-config", "step_interval"),
     alias("--eplb-log-balancedness", "--eplb-config", "log_balancedness", takes="nothing"),
-    *harmless("ranks may leave and return at any time (docs/faults.md)", switches="--enable-fault-tolerance"),
-    *harmless("POST /scale_elastic_ep is always available (docs/resize.md)", switches="--enable-elastic-ep"),
-    *harmless("no buffer depends on the largest number of ranks (docs/resize.md)", values="--elastic-ep-max-dp-size"),
-    *refused(
+    *ignored("lost ranks are restarted without a flag (docs/faults.md)", switches="--enable-fault-tolerance"),
+    *ignored("POST /scale_elastic_ep needs no flag, and works on CPUs without pools (docs/resize.md)", switches="--enable-elastic-ep"),
+    *ignored("no buffer depends on the largest number of ranks (docs/resize.md)", values="--elastic-ep-max-dp-size"),
+    *rejected(
         "use --heartbeat-timeout-seconds, --max-rank-restarts and --rank-recovery-timeout (docs/faults.md)",
         values="--fault-tolerance-config --watchdog-config",
     ),
-    *refused(
+    *rejected(
         NO_HALVES,
         switches="--enable-dbo", values="--ubatch-size --dbo-decode-token-threshold --dbo-prefill-token-threshold",
     ),
-    *refused("one timeout applies to all: --distributed-timeout-seconds", values="--cpu-distributed-timeout-seconds"),
-    *refused("start the service under numactl, and set --threads", switches="--numa-bind", lists="--numa-bind-nodes --numa-bind-cpus"),
-    *refused("choose GPUs with the environment variable CUDA_VISIBLE_DEVICES", values="--device-ids"),
-    *harmless(
+    *rejected("one timeout applies to all: --distributed-timeout-seconds", values="--cpu-distributed-timeout-seconds"),
+    *rejected("start the service under numactl, and set --threads", switches="--numa-bind", lists="--numa-bind-nodes --numa-bind-cpus"),
+    *rejected("choose GPUs with the environment variable CUDA_VISIBLE_DEVICES", values="--device-ids"),
+    *ignored(
         "ranks run WideEP's own worker", fits=of("auto"), values="--worker-cls",
         otherwise="third-party code is not loaded into ranks; leave it out",
     ),
-    *refused("third-party code is not loaded into ranks; leave it out", values="--worker-extension-cls --scheduler-cls --additional-config"),
+    *rejected("third-party code is not loaded into ranks; leave it out", values="--worker-extension-cls --scheduler-cls --additional-config"),
 )  # fmt: skip
 _CACHE = (
-    *harmless("a block has 16 tokens", fits=of(16), otherwise="a block has 16 tokens on every device; leave it out", values="--block-size"),
-    *refused("all layers store their keys and values in one format; leave it out", lists="--kv-cache-dtype-skip-layers"),
-    *harmless("every token and head has its own scale", switches="--calculate-kv-scales"),
-    *refused("the KV cache is sized in bytes: --kv-cache-memory", values="--num-gpu-blocks-override"),
-    *harmless("answers do not depend on the hash of prefixes", values="--prefix-caching-hash-algo"),
-    *refused(
+    *ignored("a block has 16 tokens", fits=of(16), otherwise="a block has 16 tokens on every device; leave it out", values="--block-size"),
+    *rejected("all layers store their keys and values in one format; leave it out", lists="--kv-cache-dtype-skip-layers"),
+    *ignored("every token and head has its own scale", switches="--calculate-kv-scales"),
+    *rejected("the KV cache is sized in bytes: --kv-cache-memory", values="--num-gpu-blocks-override"),
+    *ignored("responses do not depend on the hash of prefixes", values="--prefix-caching-hash-algo"),
+    *rejected(
         "use --mamba-cache-mode align (states at the ends of blocks) or none",
         values="--prefix-cache-retention-interval --mamba-block-size --prefix-match-unit --replayssm-buffer-len",
         switches="--enable-mamba-shared-prefix-checkpoint --use-replayssm --swa-bounded-replay --kv-sharing-fast-prefill",
     ),
-    *harmless(
+    *ignored(
         "states have the type in which the model computes them", fits=of("auto"), values="--mamba-cache-dtype --mamba-ssm-cache-dtype",
     ),
-    *refused(
+    *rejected(
         "states have the type in which the model computes them; leave it out", switches="--enable-mamba-cache-stochastic-rounding",
         values="--mamba-cache-philox-rounds",
     ),
-    *harmless("layers of every kind share one cache", switches="--disable-hybrid-kv-cache-manager --use-v2-block-manager"),
-    *harmless(
+    *ignored("layers of every kind share one cache", switches="--disable-hybrid-kv-cache-manager --use-v2-block-manager"),
+    *ignored(
         "weights are not moved to host memory", fits=of(0, 0.0, "0.0"), otherwise=MEMORY,
         values="--cpu-offload-gb --offload-group-size",
     ),
-    *harmless(
+    *ignored(
         "--kv-offloading-size uses WideEP's own tier", fits=of("native"), otherwise=f"other backends are not supported; {TIERS}",
         values="--kv-offloading-backend",
     ),
-    *harmless("preempted requests are recomputed, not swapped", values="--swap-space --preemption-mode"),
-    *harmless("POST /sleep is always available", fits=SLEEPS, otherwise=NO_SLEEP, switches="--enable-sleep-mode"),
-    *refused(
+    *ignored("preempted requests are recomputed, not swapped", values="--swap-space --preemption-mode"),
+    *ignored("POST /sleep is always available", fits=SLEEPS, otherwise=NO_SLEEP, switches="--enable-sleep-mode"),
+    *rejected(
         "sleep mode has no such setting (docs/sleep.md); leave it out", values="--sleep-mode-backend", lists="--sleep-preserve-parameter-names",
         switches="--sleep-mode-offload-cudagraph --enable-cumem-allocator --enable-nccl-comm-suspend",
     ),
-    *refused(
+    *rejected(
         MEMORY, values="--offload-backend --offload-num-in-group --offload-prefetch-step",
         lists="--cpu-offload-params --offload-params",
     ),
@@ -293,122 +293,122 @@ _CACHE = (
         "--kv-transfer-config", "--role", means=_role_of_transfer,
         spelled={f'"kv_role": "{theirs}"': ours for theirs, ours in _TRANSFER_ROLES.items()},
     ),
-    *refused("changes of the KV cache are not published; leave it out", values="--kv-events-config"),
-    *refused(
+    *rejected("changes of the KV cache are not published; leave it out", values="--kv-events-config"),
+    *rejected(
         "POST /update_weights needs no flag (docs/weights.md); leave it out", values="--weight-transfer-config"
     ),
 )  # fmt: skip
 _STEPS = (
-    *harmless(
+    *ignored(
         "prompts always run in chunks", fits=of(True), otherwise="prompts always run in chunks; for chunks the length "
         "of your prompts, raise --max-num-batched-tokens", switches="--enable-chunked-prefill",
     ),
-    *harmless("steps are always planned ahead", switches="--async-scheduling"),
-    *refused("use --max-num-batched-tokens, the limit for tokens in a step", values="--max-num-scheduled-tokens"),
-    *refused("use --max-num-seqs, the limit for running requests of a rank", values="--max-num-active-seqs"),
-    *refused("use --max-num-queued-reqs, which limits the queue in requests", values="--max-num-queued-tokens"),
-    *harmless(
+    *ignored("steps are always planned ahead", switches="--async-scheduling"),
+    *rejected("use --max-num-batched-tokens, the limit for tokens in a step", values="--max-num-scheduled-tokens"),
+    *rejected("use --max-num-seqs, the limit for running requests of a rank", values="--max-num-active-seqs"),
+    *rejected("use --max-num-queued-reqs, which limits the queue in requests", values="--max-num-queued-tokens"),
+    *ignored(
         "prompts share steps with decodes", fits=of(0, 1, 0.0, "0.0"), otherwise=PACE,
         values="--long-prefill-token-threshold --prefill-schedule-interval --watermark --num-scheduler-steps "
         "--num-lookahead-slots --max-num-partial-prefills --max-long-partial-prefills --scheduler-delay-factor",
     ),
-    *refused(PACE, switches="--long-prefill-token-threshold-adaptive"),
-    *harmless("a request is admitted when its blocks fit", switches="--scheduler-reserve-full-isl"),
-    *harmless("every token is sent at once", fits=of(1), values="--stream-interval"),
-    *harmless(
+    *rejected(PACE, switches="--long-prefill-token-threshold-adaptive"),
+    *ignored("a request is admitted when its blocks fit", switches="--scheduler-reserve-full-isl"),
+    *ignored("every token is sent at once", fits=of(1), values="--stream-interval"),
+    *ignored(
         "the device determines the kernels", fits=of("auto"), otherwise=KERNELS,
         values="--attention-backend --mamba-backend --moe-backend --linear-backend --sparse-indexer-topk-backend "
         "--gdn-prefill-backend --kda-prefill-backend --kda-decode-backend",
     ),
-    *refused(KERNELS, values="--mamba-ssu-algorithm --ir-op-priority --kernel-config --attention-config/-ac", switches="--monokernel"),
-    *harmless("there is no such kernel", switches="--enable-flashinfer-autotune --disable-cascade-attn"),
-    *refused(GRAPHS, values="--compilation-config/-cc --optimization-level/-O --max-cudagraph-capture-size --max-seq-len-to-capture", lists="--cudagraph-capture-sizes --cuda-graph-sizes"),
-    *harmless("one policy balances latency and throughput; --target-itl-ms adjusts it", fits=of("balanced"), otherwise=PACE, values="--performance-mode"),
+    *rejected(KERNELS, values="--mamba-ssu-algorithm --ir-op-priority --kernel-config --attention-config/-ac", switches="--monokernel"),
+    *ignored("there is no such kernel", switches="--enable-flashinfer-autotune --disable-cascade-attn"),
+    *rejected(GRAPHS, values="--compilation-config/-cc --optimization-level/-O --max-cudagraph-capture-size --max-seq-len-to-capture", lists="--cudagraph-capture-sizes --cuda-graph-sizes"),
+    *ignored("one policy balances latency and throughput; --target-itl-ms adjusts it", fits=of("balanced"), otherwise=PACE, values="--performance-mode"),
     alias("--spec-method", "--speculative-config", "method"),
     alias("--spec-tokens/--num-speculative-tokens", "--speculative-config", "num_speculative_tokens"),
-    *refused(
+    *rejected(
         DRAFTS,
         values="--spec-model/--speculative-model",
     ),
-    *refused(
+    *rejected(
         "only autoregressive text without watermarks is supported; leave it out",
         values="--diffusion-config/-dc --watermark-config --engram-config",
     ),
 )  # fmt: skip
 _ANSWERS = (
-    *harmless("automatic tool choice is always on", switches="--enable-auto-tool-choice"),
-    *harmless("the chat template or --reasoning-parser determines the reasoning format", switches="--enable-reasoning"),
-    *harmless("usage always includes cached tokens", switches="--enable-prompt-tokens-details"),
-    *harmless("responses always have a request id header", switches="--enable-request-id-headers"),
-    *harmless("GET /load is always available", switches="--enable-server-load-tracking"),
-    *harmless("GET /tokenizer_info is always available", switches="--enable-tokenizer-info-endpoint"),
-    *harmless(
+    *ignored("automatic tool choice is always on", switches="--enable-auto-tool-choice"),
+    *ignored("the chat template or --reasoning-parser determines the reasoning format", switches="--enable-reasoning"),
+    *ignored("usage always includes cached tokens", switches="--enable-prompt-tokens-details"),
+    *ignored("responses always have a request id header", switches="--enable-request-id-headers"),
+    *ignored("GET /load is always available", switches="--enable-server-load-tracking"),
+    *ignored("GET /tokenizer_info is always available", switches="--enable-tokenizer-info-endpoint"),
+    *ignored(
         "log-probabilities are those of the raw logits", fits=of("raw_logprobs"),
         values="--logprobs-mode",
     ),
-    *refused(_OWN_PARSERS + "choose a parser with --tool-call-parser", values="--tool-parser-plugin"),
-    *refused(_OWN_PARSERS + "choose a parser with --reasoning-parser", values="--reasoning-parser-plugin"),
-    *refused(_OWN_PARSERS + "requests may use logit_bias, allowed_token_ids and bad_words", lists="--logits-processors"),
-    *refused(_OWN_PARSERS + "use a proxy, and give its path as --root-path", values="--middleware"),
-    *refused("tool calls are returned to the client, which runs them; leave it out", values="--tool-server"),
-    *refused("a call follows its schema if the request sets strict; leave it out", values="--tool-strict-level"),
-    *refused("requests may set stream_options: {\"include_usage\": true}", switches="--enable-force-include-usage"),
-    *refused("requests may set return_tokens_as_token_ids", switches="--return-tokens-as-token-ids"),
-    *refused("requests may set chat_template_kwargs", values="--default-chat-template-kwargs"),
-    *refused("requests may set reasoning_effort, which the chat template reads", values="--reasoning-effort-map --anthropic-disabled-thinking-effort --reasoning-config"),
-    *refused("the template is the checkpoint's or the file of --chat-template", switches="--trust-request-chat-template"),
-    *harmless("the template determines the format", fits=of("auto"), otherwise="the chat template determines the format; leave it out", values="--chat-template-content-format"),
-    *harmless("the role is always assistant", fits=of("assistant"), values="--response-role"),
-    *refused("the model sees the tools in the request; send a request without tools", switches="--exclude-tools-when-tool-choice-none"),
-    *harmless(
+    *rejected(_OWN_PARSERS + "choose a parser with --tool-call-parser", values="--tool-parser-plugin"),
+    *rejected(_OWN_PARSERS + "choose a parser with --reasoning-parser", values="--reasoning-parser-plugin"),
+    *rejected(_OWN_PARSERS + "requests may use logit_bias, allowed_token_ids and bad_words", lists="--logits-processors"),
+    *rejected(_OWN_PARSERS + "use a proxy, and give its path as --root-path", values="--middleware"),
+    *rejected("tool calls are returned to the client, which runs them; leave it out", values="--tool-server"),
+    *rejected("a call follows its schema if the request sets strict; leave it out", values="--tool-strict-level"),
+    *rejected("requests may set stream_options: {\"include_usage\": true}", switches="--enable-force-include-usage"),
+    *rejected("requests may set return_tokens_as_token_ids", switches="--return-tokens-as-token-ids"),
+    *rejected("requests may set chat_template_kwargs", values="--default-chat-template-kwargs"),
+    *rejected("requests may set reasoning_effort, which the chat template reads", values="--reasoning-effort-map --anthropic-disabled-thinking-effort --reasoning-config"),
+    *rejected("the template is the checkpoint's or the file of --chat-template", switches="--trust-request-chat-template"),
+    *ignored("the template determines the format", fits=of("auto"), otherwise="the chat template determines the format; leave it out", values="--chat-template-content-format"),
+    *ignored("the role is always assistant", fits=of("assistant"), values="--response-role"),
+    *rejected("the model sees the tools in the request; send a request without tools", switches="--exclude-tools-when-tool-choice-none"),
+    *ignored(
         "llguidance compiles structures", fits=Fits("no backend other than auto or guidance", _names_our_backend), otherwise="llguidance compiles structures "
         "(docs/structured_output.md); leave it out", values="--structured-outputs-config",
     ),
-    *harmless(
+    *ignored(
         "llguidance compiles structures", fits=of("auto", "guidance"), otherwise="llguidance compiles structures "
         "(docs/structured_output.md); leave it out", values="--guided-decoding-backend",
     ),
-    *refused(
-        "the chosen experts are counted but not returned with answers; use `wideep experts load` or `wideep experts record`",
+    *rejected(
+        "the chosen experts are counted but not returned with responses; use `wideep experts load` or `wideep experts record`",
         switches="--enable-return-routed-experts", values="--aux-output-config",
     ),
-    *refused("answers contain only tokens and log-probabilities; leave it out", switches="--return-sampling-mask --enable-trace-replay"),
-    *harmless("tokens are sampled without Gumbel noise (docs/sampling.md)", switches="--use-fp64-gumbel"),
-    *harmless("an idle stream sends a comment every 15 s", fits=of(15), values="--sse-keep-alive-interval"),
-    *refused("answers have no system fingerprint; leave it out", values="--fingerprint-mode --fingerprint-value"),
-    *refused("Cohere's endpoints are not supported; use /v1/chat/completions", switches="--cohere-is-reasoning-model", values="--cohere-format"),
-    *refused("one endpoint accepts text and token ids; leave it out", switches="--tokens-only --enable-scale-out"),
+    *rejected("responses contain only tokens and log-probabilities; leave it out", switches="--return-sampling-mask --enable-trace-replay"),
+    *ignored("tokens are sampled without Gumbel noise (docs/sampling.md)", switches="--use-fp64-gumbel"),
+    *ignored("an idle stream sends a comment every 15 s", fits=of(15), values="--sse-keep-alive-interval"),
+    *rejected("responses have no system fingerprint; leave it out", values="--fingerprint-mode --fingerprint-value"),
+    *rejected("Cohere's endpoints are not supported; use /v1/chat/completions", switches="--cohere-is-reasoning-model", values="--cohere-format"),
+    *rejected("one endpoint accepts text and token ids; leave it out", switches="--tokens-only --enable-scale-out"),
 )  # fmt: skip
 _SERVER = (
-    *refused("only HTTP is supported; leave it out", switches="--grpc", values="--grpc-port"),
-    *refused(
+    *rejected("only HTTP is supported; leave it out", switches="--grpc", values="--grpc-port"),
+    *rejected(
         "client certificates are not supported, and the certificate is read once; use a proxy (--root-path)",
         values="--ssl-ca-certs --ssl-ciphers", switches="--enable-ssl-refresh",
     ),
-    *harmless("client certificates are not requested", fits=of(0), otherwise="client certificates are not supported; use a proxy (--root-path)", values="--ssl-cert-reqs"),
-    *refused("use --max-request-bytes, the limit for the size of a request", values="--h11-max-incomplete-event-size --h11-max-header-count"),
-    *harmless("/docs needs no network", switches="--enable-offline-docs"),
-    *refused("use a proxy that hides /docs and /openapi.json", switches="--disable-fastapi-docs"),
-    *refused("use --log-level, --log-format and --disable-access-log", values="--logging-config --log-config-file"),
-    *refused("--log-requests does not shorten prompts; leave it out", values="--max-log-len"),
-    *refused("answers are not logged; --log-requests logs prompts and parameters", switches="--enable-log-outputs"),
-    *harmless("answers are not logged", switches="--enable-log-deltas"),
-    *harmless("internal errors are always logged with their stack", switches="--log-error-stack"),
-    *harmless("one log covers all ranks", switches="--aggregate-engine-logging"),
-    *harmless("GET /metrics has no hidden metrics", values="--show-hidden-metrics-for-version"),
-    *refused(
+    *ignored("client certificates are not requested", fits=of(0), otherwise="client certificates are not supported; use a proxy (--root-path)", values="--ssl-cert-reqs"),
+    *rejected("use --max-request-bytes, the limit for the size of a request", values="--h11-max-incomplete-event-size --h11-max-header-count"),
+    *ignored("/docs needs no network", switches="--enable-offline-docs"),
+    *rejected("use a proxy that hides /docs and /openapi.json", switches="--disable-fastapi-docs"),
+    *rejected("use --log-level, --log-format and --disable-access-log", values="--logging-config --log-config-file"),
+    *rejected("--log-requests does not shorten prompts; leave it out", values="--max-log-len"),
+    *rejected("responses are not logged; --log-requests logs prompts and parameters", switches="--enable-log-outputs"),
+    *ignored("responses are not logged", switches="--enable-log-deltas"),
+    *ignored("internal errors are always logged with their stack", switches="--log-error-stack"),
+    *ignored("one log covers all ranks", switches="--aggregate-engine-logging"),
+    *ignored("GET /metrics has no hidden metrics", values="--show-hidden-metrics-for-version"),
+    *rejected(
         "GET /metrics and /dashboard show all measurements (docs/operations.md)",
         values="--kv-cache-metrics-sample --custom-histogram-buckets --jit-monitor-mode",
         switches="--kv-cache-metrics --cudagraph-metrics --enable-mfu-metrics --enable-logging-iteration-details "
         "--jit-monitor-verbose",
     ),
-    *harmless("requests have no such metrics", fits=of("none"), otherwise="GET /metrics has the measurements of drafts; leave it out", values="--per-request-spec-decode-metrics"),
-    *refused("use --otlp-traces-endpoint for spans of requests; steps are not traced", lists="--collect-detailed-traces"),
-    *refused(
+    *ignored("requests have no such metrics", fits=of("none"), otherwise="GET /metrics has the measurements of drafts; leave it out", values="--per-request-spec-decode-metrics"),
+    *rejected("use --otlp-traces-endpoint for spans of requests; steps are not traced", lists="--collect-detailed-traces"),
+    *rejected(
         "external profiling of steps is not supported; `wideep experts load` shows what ranks wait for (docs/expert_load.md)",
         switches="--enable-layerwise-nvtx-tracing --ray-workers-use-nsight", values="--profiler-config",
     ),
-    *harmless("vLLM's environment variables are not read", switches="--fail-on-environ-validation"),
+    *ignored("vLLM's environment variables are not read", switches="--fail-on-environ-validation"),
 )  # fmt: skip
 
 VLLM_FLAGS: tuple[ForeignFlag, ...] = (
@@ -443,7 +443,6 @@ DIFFERS_FROM_VLLM = {  # flag of the same name -> the difference
     "--kv-cache-memory-bytes": "both 2g and 2G are 2 GiB",
     "--kv-offloading-size": "a plain number counts GiB, as in vLLM; 20G is accepted too; all ranks of a node share it",
     "--kv-cache-dtype": "auto, fp8 (e4m3) and int8, with a scale per token and head",
-    "--max-model-len": "8k is 8,000 and 8K is 8,192, as in vLLM",
     "--max-num-batched-tokens": "counts the tokens of one rank's step",
     "--enable-log-requests": "does not shorten prompts",
     "--max-num-queued-reqs": "a request above the limit gets 429 with Retry-After (503 in vLLM)",

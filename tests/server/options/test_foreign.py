@@ -53,6 +53,16 @@ def test_every_flag_of_sglang_s_recipes_stands_in_its_guide() -> None:
     assert [name for name in named_in("sglang_recipe_flags.txt") if name not in shown] == []
 
 
+@pytest.mark.parametrize("text", [vllm_guide(), sglang_guide()])
+def test_a_guide_has_four_verdicts(text: str) -> None:
+    rows = re.findall(r"^\| `.*? \| ([a-z]+).*? \|", text, re.MULTILINE)
+    assert set(rows) == {"same", "alias", "ignored", "rejected"}
+
+
+def test_the_guide_of_vllm_names_no_values_of_sglang() -> None:
+    assert "--enable-dp-attention" not in vllm_guide()
+
+
 def test_what_is_said_to_be_the_same_is_ours() -> None:
     ours = {*OURS, "--model"}
     assert {*SAME_AS_VLLM.split(), *SAME_AS_SGLANG.split(), *DIFFERS_FROM_VLLM} <= ours
