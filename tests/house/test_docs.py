@@ -94,6 +94,15 @@ def test_every_page_is_in_the_index() -> None:
     assert {page.name for page in PAGES} - {"README.md"} == listed
 
 
+def test_every_endpoint_is_in_the_list() -> None:
+    sources = "\n".join(path.read_text() for path in sorted((ROOT / "server").rglob("*.py")))
+    paths = set(re.findall(r"(?:router\.\w+|add_api_route)\(\s*\"(/[^\"]*)\"", sources))
+    assert len(paths) > 80, "the pattern does not find the routes"
+    listed = (ROOT / "docs" / "endpoints.md").read_text()
+    missing = [path for path in sorted(paths) if re.sub(r"{.*?}", "{id}", path) + "`" not in listed]
+    assert not missing
+
+
 def test_the_messages_that_troubleshooting_quotes_are_in_the_code() -> None:
     sources = "\n".join(path.read_text() for name in SOURCES for path in sorted((ROOT / name).rglob("*.py")))
     joined = re.sub(r"\"\s*\n\s*f?\"", "", sources)  # join a message that spans several lines

@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize, token counts of prompts, and the commands of docs/endpoints.md."""
+"""/tokenize and /detokenize, token counts of prompts, and the commands of docs/endpoints.md and docs/other_apis.md."""
 
 import re
 import shlex
@@ -42,15 +42,16 @@ def test_the_tokens_own_spelling_is_shown_when_asked_for(front: FrontProcess) ->
     assert tokenize(front, prompt="é!", return_token_strs=True)["token_strs"] == ["Ã", "©", "!"]
 
 
-TEXT = (Path(__file__).parents[3] / "docs" / "endpoints.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[3] / "docs"
+TEXT = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("endpoints.md", "other_apis.md"))
 HEADERS = {"Authorization": "Bearer sesame"}
 
 
 def commands() -> list[list[str]]:
-    """Return the words of every curl command in the document, except those about experts: scripted ranks have none."""
+    """Return the words of every curl command in the documents, except those about experts: scripted ranks have none."""
     found = re.findall(r"^curl (?:.*\\\n)*.*$", TEXT, flags=re.MULTILINE)
     split = [shlex.split(command.replace("\\\n", " "))[1:] for command in found]
-    assert len(split) > 10, "the document has commands"
+    assert len(split) > 10, "the documents have commands"
     return [words for words in split if not any("/experts" in word for word in words)]
 
 
@@ -62,7 +63,7 @@ def upload(front: FrontProcess) -> httpx.Response:
 
 
 def with_ids(front: FrontProcess, text: str) -> str:
-    """Insert the ids of a new file or batch where the document omits them."""
+    """Insert the ids of a new file or batch where the documents omit them."""
     if "file-..." in text:
         text = text.replace("file-...", upload(front).json()["id"])
     if "batch_..." in text:
