@@ -41,7 +41,7 @@ MEMORY = (
     "(--data-parallel-size), --quantization int8, or a smaller --kv-cache-memory"
 )
 TIERS = (
-    "WideEP has its own tiers for cached prefixes: --kv-offloading-size for host memory, --kv-offloading-dir and "
+    "WideEP has its own KV cache offloading: --kv-offloading-size for host memory, --kv-offloading-dir and "
     "--kv-offloading-disk-size for disk"
 )
 POOLS = "use --pools prefill:1,decode:1 for disaggregated prefill/decode, or --role with a torchrun for each pool (docs/pools.md)"

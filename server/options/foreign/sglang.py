@@ -211,12 +211,12 @@ _STEPS = (
         switches="--disaggregation-decode-enable-offload-kvcache --disaggregation-decode-enable-radix-cache --enable-pdmux",
     ),
     *ignored(
-        "--kv-offloading-size adds the tier in host memory", fits=Fits("--kv-offloading-size", _has_host_tier),
-        otherwise="give the size of the tier in host memory with --kv-offloading-size", switches="--enable-hierarchical-cache/--enable-hicache",
+        "--kv-offloading-size turns on offloading to host memory", fits=Fits("--kv-offloading-size", _has_host_tier),
+        otherwise="give the size of host memory for offloading with --kv-offloading-size", switches="--enable-hierarchical-cache/--enable-hicache",
     ),
     *ignored(
-        "--kv-offloading-dir adds the tier on disk", fits=Fits("file and --kv-offloading-dir", _has_disk_tier),
-        otherwise="a tier on disk needs --kv-offloading-dir and --kv-offloading-disk-size, and other storage is not supported",
+        "--kv-offloading-dir turns on offloading to disk", fits=Fits("file and --kv-offloading-dir", _has_disk_tier),
+        otherwise="offloading to disk needs --kv-offloading-dir and --kv-offloading-disk-size, and other storage is not supported",
         values="--hicache-storage-backend",
     ),
     *ignored(
@@ -225,7 +225,7 @@ _STEPS = (
     ),
     *rejected("use --kv-offloading-size, the memory that the ranks of a node share", values="--hicache-ratio --hicache-host-memory-fraction --hicache-host-memory-mode"),
     *ignored(
-        "tiers have one layout, and copies run in the background",
+        "offloaded blocks have one layout, and copies run in the background",
         values="--hicache-write-policy --hicache-io-backend --hicache-mem-layout --hicache-storage-prefetch-policy",
     ),
     *rejected(TIERS, switches="--enable-lmcache --enable-flexkv", values="--lmcache-config-file"),

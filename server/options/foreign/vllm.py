@@ -32,7 +32,7 @@ from server.options.foreign.flags import (
 )
 
 _TRANSFER_ROLES = {"kv_producer": "prefill", "kv_consumer": "decode"}
-# Connectors between engines. Others keep blocks, which WideEP's tiers do.
+# Connectors between engines. Others keep blocks, which WideEP's offloading does.
 _TRANSFERS = {
     *("NixlConnector", "NixlPullConnector", "NixlPushConnector", "MooncakeConnector", "MoRIIOConnector", "P2pNcclConnector"),
 }  # fmt: skip
@@ -276,7 +276,7 @@ _CACHE = (
         values="--cpu-offload-gb --offload-group-size",
     ),
     *ignored(
-        "--kv-offloading-size uses WideEP's own tier", fits=of("native"), otherwise=f"other backends are not supported; {TIERS}",
+        "--kv-offloading-size uses WideEP's own offloading", fits=of("native"), otherwise=f"other backends are not supported; {TIERS}",
         values="--kv-offloading-backend",
     ),
     *ignored("preempted requests are recomputed, not swapped", values="--swap-space --preemption-mode"),

@@ -131,15 +131,15 @@ def test_sentences_name_flags_that_there_are() -> None:
         (["--mm-encoder-tp-mode=data"], "has no effect: one process per front encodes images"),
         (
             ["--kv-offloading-size=20", "--kv-offloading-backend=native"],
-            "--kv-offloading-backend native has no effect: --kv-offloading-size uses WideEP's own tier",
+            "--kv-offloading-backend native has no effect: --kv-offloading-size uses WideEP's own offloading",
         ),
         (
             ["--enable-hierarchical-cache", "--kv-offloading-size=20G", "--hicache-write-policy=write_back"],
-            "--enable-hierarchical-cache has no effect: --kv-offloading-size adds the tier in host memory",
+            "--enable-hierarchical-cache has no effect: --kv-offloading-size turns on offloading to host memory",
         ),
         (
             ["--hicache-storage-backend=file", "--kv-offloading-dir=d", "--kv-offloading-disk-size=2G"],
-            "--hicache-storage-backend file has no effect: --kv-offloading-dir adds the tier on disk",
+            "--hicache-storage-backend file has no effect: --kv-offloading-dir turns on offloading to disk",
         ),
         (["--no-enable-hierarchical-cache"], "--no-enable-hierarchical-cache has no effect"),
         (["--enable-sleep-mode", "--device=cpu"], "--enable-sleep-mode has no effect: POST /sleep is always"),
@@ -180,19 +180,19 @@ def test_what_changes_nothing_is_said_in_a_line(words: list[str], note: str) -> 
         (["--load-format", "gguf"], "--load-format is 'gguf'; it must be auto or dummy: weights are read"),
         (
             ["--kv-offloading-size=20", "--kv-offloading-backend=lmcache"],
-            "--kv-offloading-backend lmcache: other backends are not supported; WideEP has its own tiers",
+            "--kv-offloading-backend lmcache: other backends are not supported; WideEP has its own KV cache offloading",
         ),
         (
             ["--enable-lmcache"],
-            "--enable-lmcache: WideEP has its own tiers for cached prefixes: --kv-offloading-size",
+            "--enable-lmcache: WideEP has its own KV cache offloading: --kv-offloading-size",
         ),
         (
             ["--enable-hierarchical-cache"],
-            "--enable-hierarchical-cache: give the size of the tier in host memory",
+            "--enable-hierarchical-cache: give the size of host memory for offloading",
         ),
         (
             ["--enable-hicache", "--kv-offloading-size=0"],
-            "--enable-hierarchical-cache: give the size of the tier in host memory with --kv-offloading-size",
+            "--enable-hierarchical-cache: give the size of host memory for offloading with --kv-offloading-size",
         ),
         (["--hicache-size=30"], "--hicache-size 30: it counts one rank's memory in 10^9 bytes; use"),
         (
@@ -201,11 +201,11 @@ def test_what_changes_nothing_is_said_in_a_line(words: list[str], note: str) -> 
         ),
         (
             ["--hicache-storage-backend=file"],
-            "--hicache-storage-backend file: a tier on disk needs --kv-offloading-dir",
+            "--hicache-storage-backend file: offloading to disk needs --kv-offloading-dir",
         ),
         (
             ["--hicache-storage-backend=mooncake", "--kv-offloading-dir=d", "--kv-offloading-disk-size=2"],
-            "--hicache-storage-backend mooncake: a tier on disk needs --kv-offloading-dir and --kv-offloading-disk-size",
+            "--hicache-storage-backend mooncake: offloading to disk needs --kv-offloading-dir and --kv-offloading-disk-size",
         ),
         (
             ["--enable-sleep-mode"],
