@@ -38,6 +38,7 @@ class HostTier:
         """`block_s`: seconds in which a block is loaded."""
         self.figures, self.secret = TierFigures(), SECRET
         self.has_peers = False  # all ranks are on one node
+        self.prompt_token_s = 0.0  # not used: the blocks of a load count as loaded from its beginning
         self._memory, self._clock, self._block_s = memory, clock, block_s
         self._saved: list[SaveJob | LoadJob | FetchJob] = []
         self._loads: list[tuple[float, LoadJob]] = []  # with the times of their ends

@@ -138,8 +138,8 @@ def test_lines_with_many_choices_leave_most_seats_to_others(
         for number in range(40)
     ]
     file = upload(client, A, b"".join(json.dumps(each).encode() + b"\n" for each in lines)).json()["id"]
-    body: dict[str, Any] = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
-    batch = client.post("/v1/batches", json=body, headers=A).json()["id"]
+    order = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
+    batch = client.post("/v1/batches", json=order, headers=A).json()["id"]
     rank = front.ranks[0]
     try:
         wait_until(lambda: rank.num_open >= SEATS // 4, lambda: f"{rank.num_open} choices run")
