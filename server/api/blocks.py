@@ -169,8 +169,8 @@ class Draft(Protocol):
         """Return the events for new deltas; `piece` is the piece that they were parsed from."""
         ...
 
-    def finish(self, piece: Piece) -> list[Event]:
-        """Return the last events; `piece` is the last piece."""
+    def finish(self, piece: Piece, *, cuts_call: bool = False) -> list[Event]:
+        """Return the last events; `piece` is the last piece, and `cuts_call` is whether it ended inside the last block, a call."""
         ...
 
     def fail(self, failure: ApiError) -> list[Event]:
@@ -225,7 +225,8 @@ class DraftChunks:
         deltas = list(self._parser.push(piece))
         if piece.finish_reason is None:
             return self._draft.push(deltas, piece)
-        events = self._draft.push([*deltas, *self._parser.finish()], piece) + self._draft.finish(piece)
+        events = self._draft.push([*deltas, *self._parser.finish()], piece)
+        events += self._draft.finish(piece, cuts_call=self._parser.cuts_call)
         self._on_end()
         return events
 

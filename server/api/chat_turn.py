@@ -79,17 +79,28 @@ class MessageParser:
         parser: TextParser,
         reasoning: ReasoningCount,
         *,
+        text_of: Callable[[int], str] = str,
         max_calls: int | None = None,
         shows_reasoning: bool = True,
         separates_reasoning: bool = True,
     ) -> None:
-        """Args: max_calls is the maximum number of calls to return; None returns all."""
+        """Args: text_of returns a token's text; max_calls is the maximum number of calls to return; None returns all."""
         self._parser = parser
         self._reasoning = reasoning
+        self._text_of = text_of
         self._max_calls = max_calls
         self._shows_reasoning = shows_reasoning
         self._separates_reasoning = separates_reasoning
         self.num_calls = 0
+        self._cut_at: str | None = None  # as in `TextParser.finish`
+        self._open_arguments: list[str] | None = None  # of the call with which the deltas end
+
+    @property
+    def cuts_call(self) -> bool:
+        """Whether a limit or the client's stop ended the choice inside its last call. Known after `finish`."""
+        if self._cut_at is None or self._open_arguments is None:
+            return False
+        return not _is_object("".join(self._open_arguments))
 
     @property
     def num_reasoning_tokens(self) -> int:
@@ -98,25 +109,28 @@ class MessageParser:
 
     def push(self, piece: Piece) -> list[Delta]:
         """Return the deltas of a new piece."""
+        if piece.finish_reason is not None:
+            self._cut_at = self._cut_of(piece)
         return self._passed(self._parser.push(piece.text), len(piece.token_ids))
 
     def finish(self) -> list[Delta]:
         """Return the remaining deltas at the end of the choice. May be called more than once."""
-        return self._passed(self._parser.finish(), 0)
+        return self._passed(self._parser.finish(self._cut_at), 0)
 
     def finish_reason(self, reason: FinishReason | None) -> str | None:
         """Return OpenAI's finish reason, or None while the choice is unfinished.
 
-        A truncated call has "length", like truncated text. If the request names a function, OpenAI and vLLM return "stop"
-        instead of "tool_calls": `ChatTurn.finish_reason` handles this case.
+        A truncated call has "length", or "stop" after the client's stop, like truncated text. If the request names a function,
+        OpenAI and vLLM return "stop" instead of "tool_calls": `ChatTurn.finish_reason` handles this case.
         """
-        if self.num_calls and reason is FinishReason.STOP:
+        if self.num_calls and reason is FinishReason.STOP and not self.cuts_call:
             return "tool_calls"
         return None if reason is None else reason.value
 
     def _passed(self, deltas: list[Delta], num_tokens: int) -> list[Delta]:
         self._reasoning.note(deltas, num_tokens)
         if len(deltas) == 1 and isinstance(deltas[0], ContentDelta):
+            self._open_arguments = None
             return deltas  # the usual case
         if not self._separates_reasoning:
             deltas = [
@@ -124,13 +138,22 @@ class MessageParser:
             ]
         return [delta for delta in deltas if self._passes(delta)]
 
+    def _cut_of(self, last: Piece) -> str | None:
+        if last.finish_reason is not None and last.finish_reason.is_cut:
+            return ""
+        return self._text_of(last.stop_reason) if isinstance(last.stop_reason, int) else last.stop_reason
+
     def _passes(self, delta: Delta) -> bool:
-        if isinstance(delta, ReasoningDelta):
-            return self._shows_reasoning
-        if isinstance(delta, ToolCallDelta):
-            if self._max_calls is not None and delta.index >= self._max_calls:
-                return False
-            self.num_calls = max(self.num_calls, delta.index + 1)
+        if not isinstance(delta, ToolCallDelta):
+            self._open_arguments = None
+            return self._shows_reasoning or not isinstance(delta, ReasoningDelta)
+        if self._max_calls is not None and delta.index >= self._max_calls:
+            self._open_arguments = None
+            return False
+        self.num_calls = max(self.num_calls, delta.index + 1)
+        if self._open_arguments is None or delta.name is not None:
+            self._open_arguments = []
+        self._open_arguments.append(delta.arguments)
         return True
 
 
@@ -213,6 +236,7 @@ class ChatTurn:
             self._parsers[index] = MessageParser(
                 self._text_parser(),
                 ReasoningCount(self._count_tokens),
+                text_of=lambda token_id: self.model.tokenizer.decode([token_id], skip_special_tokens=False),
                 max_calls=None if self.tools.parallel else 1,
                 shows_reasoning=self.body.include_reasoning is not False,
                 separates_reasoning=self.body.separate_reasoning is not False,
@@ -227,7 +251,11 @@ class ChatTurn:
         return text_of(template_messages([last], "")[0].get("content"))
 
     def message(self, index: int, piece: Piece) -> AnswerMessage:
-        """Parse a complete choice. Drops a truncated call that the structure enforced: its arguments are not valid JSON."""
+        """Parse a complete choice.
+
+        Drops a call that the client's stop cut off, because the finish reason does not show it, and a truncated call that the
+        structure enforced: its arguments are not valid JSON.
+        """
         parser = self.parser(index)
         message = AnswerMessage(content=self.echo())
         for delta in merge([*parser.push(piece), *parser.finish()]):
@@ -240,13 +268,7 @@ class ChatTurn:
                     message.tool_calls.append(ToolCall(call_id, name, delta.arguments))
                 case ToolCallDelta():
                     message.tool_calls[delta.index].arguments += delta.arguments
-        is_cut = piece.finish_reason is not None and piece.finish_reason.is_cut
-        if (
-            is_cut
-            and self.tools.is_bound
-            and message.tool_calls
-            and not _is_json(message.tool_calls[-1].arguments)
-        ):
+        if parser.cuts_call and (self.tools.is_bound or piece.finish_reason is FinishReason.STOP):
             message.tool_calls.pop()
         return message
 
@@ -309,9 +331,8 @@ def _showing_markup(asks: list[Ask], model: ServedModel, *, with_tools: bool) ->
     ]
 
 
-def _is_json(text: str) -> bool:
+def _is_object(text: str) -> bool:
     try:
-        decode_json(text)
+        return isinstance(decode_json(text), dict)
     except ValueError:
         return False
-    return True

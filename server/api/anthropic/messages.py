@@ -12,6 +12,7 @@ from fastapi import APIRouter
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from scheduler.policy.request import FinishReason
 from server.api.anthropic.request import (
     OWN_NAMES,
     CountTokensRequest,
@@ -81,11 +82,15 @@ class MessageDraft:
     def push(self, deltas: Sequence[Delta], piece: Piece) -> list[Event]:
         return [event for each in self._blocks.push(deltas) for event in self._events_of(each)]
 
-    def finish(self, piece: Piece) -> list[Event]:
+    def finish(self, piece: Piece, *, cuts_call: bool = False) -> list[Event]:
         events = [event for each in self._blocks.finish() for event in self._events_of(each)]
-        stop = {"stop_reason": self._stop_reason(piece), "stop_sequence": _stop_sequence(piece)}
+        reason = self._stop_reason(piece, cuts_call=cuts_call)
+        stop = {"stop_reason": reason, "stop_sequence": _stop_sequence(piece)}
         usage = self._usage()
-        content = [self._content(block) for block in self._blocks.all]
+        # Clients expect a call to be incomplete after max_tokens, but not after a stop sequence.
+        hides_call = cuts_call and piece.finish_reason is FinishReason.STOP
+        blocks = self._blocks.all[:-1] if hides_call else self._blocks.all
+        content = [self._content(block) for block in blocks]
         self.message |= {"content": content, "usage": usage, **stop}
         return [*events, {"type": "message_delta", "delta": stop, "usage": usage}, {"type": "message_stop"}]
 
@@ -118,10 +123,10 @@ class MessageDraft:
         """Return a random signature: clients drop thinking without one. It is not checked when clients send it back."""
         return self._signatures.setdefault(block.index, uuid.uuid4().hex)
 
-    def _stop_reason(self, piece: Piece) -> str:
+    def _stop_reason(self, piece: Piece, *, cuts_call: bool) -> str:
         if piece.finish_reason is not None and piece.finish_reason.is_cut:
             return "model_context_window_exceeded" if self._context_ends else "max_tokens"
-        if self._blocks.has_calls:
+        if self._blocks.has_calls and not cuts_call:
             return "tool_use"
         return "end_turn" if _stop_sequence(piece) is None else "stop_sequence"
 

@@ -1,6 +1,6 @@
 """Build Ollama's answers: JSON objects, one per line, while text arrives, and a last one with counts and the finish reason.
 
-Each call is sent complete, in a separate object. A stream that is silent for long sends an object without text instead of a
+Each call is sent complete, in a separate object; a call that was cut off is left out. A stream that is silent for long sends an object without text instead of a
 comment: clients parse every line as JSON and would fail at a comment or an empty line.
 """
 
@@ -46,12 +46,13 @@ class TurnDraft:
     def push(self, deltas: Sequence[Delta], piece: Piece) -> list[Event]:
         return self._events(self._blocks.push(deltas))
 
-    def finish(self, piece: Piece) -> list[Event]:
-        events = self._events(self._blocks.finish())
+    def finish(self, piece: Piece, *, cuts_call: bool = False) -> list[Event]:
+        closed = self._blocks.finish()
+        events = [] if cuts_call else self._events(closed)
         is_cut = piece.finish_reason is not None and piece.finish_reason.is_cut
         reason = "length" if is_cut else "stop"
         end = {"done": True, "done_reason": reason, **counts_of(self._answer.generations[0])}
-        blocks = self._blocks.all
+        blocks = self._blocks.all[:-1] if cuts_call else self._blocks.all
         said = self._said(
             _text(blocks, BlockKind.TEXT),
             _text(blocks, BlockKind.REASONING),

@@ -142,7 +142,7 @@ class MuseParser(MarkupParser):
             self._deltas += calls.push(text)
 
         mark = yield from self.stream_until(push, *ends)
-        self._deltas += calls.finish()
+        self._deltas += calls.finish(None if mark else self._cut_at)
         self.num_calls = calls.num_calls
         return mark
 

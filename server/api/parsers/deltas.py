@@ -43,8 +43,12 @@ class TextParser(Protocol):
     def push(self, text: str) -> list[Delta]:
         """Add text and return the deltas that are certain now."""
 
-    def finish(self) -> list[Delta]:
-        """Return the remaining deltas, at the end of the text."""
+    def finish(self, cut_at: str | None = None) -> list[Delta]:
+        """Return the remaining deltas, at the end of the text.
+
+        Args:
+            cut_at: The client's stop that ended the text, or "" if a limit did. None if the model ended it.
+        """
 
 
 class PlainParser:
@@ -53,7 +57,7 @@ class PlainParser:
     def push(self, text: str) -> list[Delta]:
         return [ContentDelta(text)] if text else []
 
-    def finish(self) -> list[Delta]:
+    def finish(self, cut_at: str | None = None) -> list[Delta]:
         return []
 
 

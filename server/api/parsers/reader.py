@@ -87,6 +87,7 @@ class MarkupParser(ABC):
         self._call_ids: set[str] = set()
         self._text, self._at = "", 0  # received text; everything before `_at` has been read
         self._ended = False
+        self._cut_at: str | None = None  # as in `finish`
         self._deltas: list[Delta] = []
         self._trims = False  # the next content begins a new line: drop whitespace before it
         self._kept: list[str] | None = None  # text read by an attempt that has not begun a call yet
@@ -102,9 +103,13 @@ class MarkupParser(ABC):
         self._text, self._at = self._text[self._at :] + text, 0
         return self._advance()
 
-    def finish(self) -> list[Delta]:
-        """Return the deltas that were held back, at the end of the text. May be called more than once."""
-        self._ended = True
+    def finish(self, cut_at: str | None = None) -> list[Delta]:
+        """Return the deltas that were held back, at the end of the text. May be called more than once.
+
+        Args:
+            cut_at: The client's stop that ended the text, or "" if a limit did. None if the model ended it.
+        """
+        self._ended, self._cut_at = True, cut_at
         return self._advance()
 
     def _advance(self) -> list[Delta]:
@@ -389,6 +394,12 @@ class MarkupParser(ABC):
         is_cut = self._ended and bool(rest) and not mark and any(tag.startswith(rest) for tag in tags)
         self.take(len(rest) if is_cut else 0)
         return is_cut
+
+    def is_cut_before(self, *tags: str) -> bool:
+        """Return whether the text was cut off at this position, by something other than one of the tags."""
+        if self._cut_at is None or not self._ended or self.num_unread:
+            return False
+        return not self._cut_at.lstrip().startswith(tags)
 
     def pass_cut(self, begin: re.Pattern[str]) -> None:
         """Skip the rest of the text if it is truncated: the text has ended, and the pattern matches the rest completely."""

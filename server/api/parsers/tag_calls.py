@@ -16,8 +16,8 @@ end follows. Without a closing tag (models forget it), it ends only if the rest 
 contains exactly the sequence that ends it cannot be distinguished from its end.
 
 DSML marks which values are text; otherwise the function's schema decides (see `arguments`). Text is output while it arrives,
-other arguments when complete, because only the end tag determines the value. If the text ends inside an argument, the object
-stays open, so that a client cannot mistake a truncated call for a complete one.
+other arguments when complete, because only the end tag determines the value. If the text ends inside an argument, or is cut
+off before the call's end, the object stays open, so that a client cannot mistake a truncated call for a complete one.
 """
 
 import json
@@ -278,7 +278,9 @@ class NamedTagParser(TagCallParser):
             if not (yield from self.read_argument(found["key"])):
                 return False
             yield from self.skip_space()
-        return not (yield from self.pass_cut_tag(self._tags.argument[0]))
+        if (yield from self.pass_cut_tag(self._tags.argument[0])):
+            return False
+        return not self.is_cut_before(self._tags.call[1], *self._tags.closings, *self._tags.openings)
 
     def read_argument(self, tag: str) -> Reading[bool]:
         """Read an argument, given the rest of its opening tag, and return whether it was complete.
@@ -434,6 +436,8 @@ class KeyTagParser(TagCallParser):
                 return False
             yield from self.skip_space()
             if (yield from self.pass_cut_tag(tags.key[0])):
+                return False
+            if self.is_cut_before(*tags.call, *(tags.section or ())):
                 return False
             begins = yield from self.coming(tags.key[0])
             found = (yield from self.take_match(_key_of(tags).whole)) if begins else None

@@ -70,7 +70,7 @@ class ThinkParser(MarkupParser):
             self._deltas += self._answer.push(self.take(self.num_unread))
             yield
         self._deltas += self._answer.push(self.take(self.num_unread))
-        self._deltas += self._answer.finish()
+        self._deltas += self._answer.finish(self._cut_at)
 
     def _reasoning(self) -> Reading[None]:
         yield from self.skip_space()
@@ -98,7 +98,7 @@ class ThinkParser(MarkupParser):
                 deltas += new
                 verdict = self._verdict(deltas, new, tail)
             if self._ended and not verdict:
-                new = answer.finish()
+                new = answer.finish(self._cut_at)
                 deltas += new
                 verdict = self._verdict(deltas, new, tail) or (_CALL if deltas else _DRAFT)
             if not verdict:
@@ -143,7 +143,7 @@ class WrappedAnswerParser(MarkupParser):
             self._pass(self.take(self.num_unread))
             yield
         self._pass(self.take(self.num_unread))
-        self._deltas += self._answer.finish()
+        self._deltas += self._answer.finish(self._cut_at)
 
     def _pass(self, text: str) -> None:
         self._deltas += self._answer.push(text)

@@ -79,12 +79,12 @@ class ResponseDraft:
             self._of_text.drop()  # reasoning and calls show no log-probabilities
         return events
 
-    def finish(self, piece: Piece) -> list[Event]:
+    def finish(self, piece: Piece, *, cuts_call: bool = False) -> list[Event]:
         """Return the last events, and complete the response. A truncated one is `incomplete`."""
         cut = piece.finish_reason is not None and piece.finish_reason.is_cut
         happened = self._blocks.finish()
-        last = self._blocks.all[-1] if cut and self._blocks.all else None
-        events = [event for each in happened for event in self._events_of(each, cut=cut)]
+        last = self._blocks.all[-1] if (cut or cuts_call) and self._blocks.all else None
+        events = [event for each in happened for event in self._events_of(each, cut=cut or cuts_call)]
         self.response["output"] = self._output(last)
         if self._raw is not None:
             text = "".join(each.text for each in self._raw)

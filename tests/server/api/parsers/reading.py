@@ -15,9 +15,9 @@ class Said:
     calls: list[tuple[str, str]] = field(default_factory=list)  # name, arguments
 
 
-def deltas_of(parser: TextParser, pieces: Sequence[str]) -> list[Delta]:
-    """Feed the pieces and return all deltas, unmerged."""
-    return [delta for piece in pieces for delta in parser.push(piece)] + parser.finish()
+def deltas_of(parser: TextParser, pieces: Sequence[str], cut_at: str | None = None) -> list[Delta]:
+    """Feed the pieces and return all deltas, unmerged; `cut_at` is as in `TextParser.finish`."""
+    return [delta for piece in pieces for delta in parser.push(piece)] + parser.finish(cut_at)
 
 
 def said(deltas: Sequence[Delta]) -> Said:

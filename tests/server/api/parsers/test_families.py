@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from server.api.parsers.deltas import Delta, ToolCallDelta
+from server.api.parsers.registry import Markup
 from tests.server.api.parsers.reading import Said, deltas_of, read, said, without_ids
-from tests.server.api.parsers.texts import BROKEN, TEXTS, Text, parser_of
+from tests.server.api.parsers.texts import BROKEN, TEXTS, TYPES, Text, parser_of
 
 FAMILIES = sorted({each.family for each in TEXTS})
 _MARKS = sorted(
@@ -23,6 +24,13 @@ _MARKS = sorted(
 
 def ids_of(deltas: list[Delta]) -> list[str]:
     return [each.call_id for each in deltas if isinstance(each, ToolCallDelta) and each.call_id is not None]
+
+
+def is_object(arguments: str) -> bool:
+    try:
+        return isinstance(json.loads(arguments), dict)
+    except ValueError:
+        return False
 
 
 def name_of(text: Text) -> str:
@@ -76,6 +84,30 @@ def test_an_answer_that_is_cut_off_says_a_part_of_the_whole(text: Text) -> None:
         assert [name for name, _ in part.calls] == [name for name, _ in whole.calls[: len(part.calls)]]
         for (_, some), (_, everything) in zip(part.calls, whole.calls, strict=False):
             assert everything.startswith(some.removesuffix("}"))
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=name_of)
+def test_a_call_that_a_limit_cuts_off_never_looks_complete(text: Text) -> None:
+    whole = read(parser_of(text.family), text.text)
+    for end in range(len(text.text)):
+        part = said(deltas_of(parser_of(text.family)(), [text.text[:end]], cut_at=""))
+        for place, (_, arguments) in enumerate(part.calls):
+            assert not is_object(arguments) or arguments == whole.calls[place][1], text.text[:end]
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "stop"),
+    [
+        ("qwen3_coder", "<function=f>\n<parameter=a>\n1\n</parameter>\n", "</function>"),
+        ("qwen3_coder", "<function=f>\n<parameter=a>\n1\n</parameter>\n", "</tool_call>"),
+        ("glm45", "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>", "\n</tool_call>"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}', "}"),
+    ],
+)
+def test_a_stop_at_a_call_s_end_leaves_it_complete(family: str, text: str, stop: str) -> None:
+    assert said(deltas_of(parser_of(family)(), [text], cut_at=stop)).calls == [("f", '{"a": 1}')]
+    in_reasoning = Markup(tools=family, reasoning="glm45").parser("<think>", TYPES)
+    assert said(deltas_of(in_reasoning, [text], cut_at=stop)).calls == [("f", '{"a": 1}')]
 
 
 def test_arguments_in_json_stream_as_they_come() -> None:
