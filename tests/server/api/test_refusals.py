@@ -204,6 +204,14 @@ OF_INPUTS: list[tuple[Any, str]] = [
     ([{"role": "user", "content": ["x"]}], "input.0.content.0.type"),
     ([{"role": "user", "content": [{"type": "input_image"}]}], "input.0.content.0.type"),
     ([{"role": "user", "content": [{"type": "input_text"}]}], "input.0.content.0.text"),
+    *(
+        ([{"role": role, "content": [part]}, {"role": "user", "content": "x"}], "input.0.content.0.type")
+        for role in ("user", "system", "developer")
+        for part in (
+            {"type": "input_image", "image_url": "https://x/a.png"},
+            {"type": "input_file", "file_id": "f"},
+        )
+    ),
     ([{"type": "function_call", "name": "f", "arguments": "{}"}], "input.0.call_id"),
     ([{"type": "function_call_output", "call_id": "c", "output": 5}], "input.0.output"),
     ([{"type": "reasoning", "content": "x"}], "input.0.content"),

@@ -290,17 +290,21 @@ def chat_request(body: ResponsesRequest, history: Sequence[ChatMessage]) -> Chat
 
 
 def _with_instructions(instructions: str | None, history: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Put the instructions first and join them with leading system messages: many templates accept only one."""
+    """Put the instructions first and join them with leading system messages of text: many templates accept only one."""
     head = [instructions] if instructions else []
     begin = 0
     for message in history:
-        if message["role"] not in ("system", "developer"):
-            break
         content = message["content"]
+        if message["role"] not in ("system", "developer") or not _is_text(content):
+            break
         head.append(content if isinstance(content, str) else "\n".join(part["text"] for part in content))
         begin += 1
     system = [{"role": "system", "content": "\n\n".join(head)}] if head else []
     return [*system, *history[begin:]]
+
+
+def _is_text(content: str | list[dict[str, Any]]) -> bool:
+    return isinstance(content, str) or all(part["type"] == "text" for part in content)
 
 
 def _tool_fields(body: ResponsesRequest) -> dict[str, Any]:

@@ -67,6 +67,21 @@ def test_instructions_and_system_messages_at_the_head_are_one_message() -> None:
     assert roles == [("system", "a\n\nb"), ("user", "u"), ("system", "late")]
 
 
+def test_a_system_message_with_an_image_stays_apart_from_the_instructions() -> None:
+    image = {"type": "input_image", "image_url": "https://x/a.png"}
+    items = [
+        {"role": "system", "content": "b"},
+        {"role": "system", "content": [{"type": "input_text", "text": "c"}, image]},
+        {"role": "user", "content": "u"},
+    ]
+    first, second, third = asked(instructions="a", input=items)["messages"]
+    assert (first["content"], third["content"]) == ("a\n\nb", "u")
+    assert second["role"] == "system" and [part["type"] for part in second["content"]] == [
+        "text",
+        "input_image",
+    ]
+
+
 def test_sampling_fields_and_vllm_s_extras_are_chat_s() -> None:
     fields = asked(
         model="m",
