@@ -12,9 +12,10 @@ five million of them, with the GIL held).
 """
 
 import json
+import math
 from collections.abc import Iterator
 from json import JSONDecodeError
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +28,7 @@ MAX_JSON_NODES = 250_000  # arrays and objects; 10,000 messages with parts and c
 MAX_JSON_KEYS = 100_000  # 10,000 messages with parts and calls have 55,000
 PIECE_BYTES = 1 << 16  # parsed in one go
 _CHUNK_BYTES = 1 << 20  # searched in one go
+_SHOWN_CHARS = 32  # of a number in an error
 PARSED = "wideep.json"  # key of an ASGI message for the value of its body
 
 _QUOTE, _OPEN_LIST, _OPEN_OBJECT, _CLOSE_LIST, _CLOSE_OBJECT, _COMMA, _COLON = range(1, 8)
@@ -85,22 +87,39 @@ def trouble_with_nesting(body: bytes) -> ApiError | None:
     return None
 
 
+def refuse_constant(name: str) -> NoReturn:
+    """Refuse NaN, Infinity and -Infinity, which Python's parser accepts, and which an answer could not repeat."""
+    raise ValueError(f"{name} is not JSON")
+
+
+def finite(number: str) -> float:
+    """Return a number, unless it is so large that it would become Infinity."""
+    value = float(number)
+    if not math.isfinite(value):
+        raise ValueError(f"{number[:_SHOWN_CHARS]} is too large")
+    return value
+
+
+# Shared: `json.loads` with hooks makes a decoder for each text.
+decode_strictly = json.JSONDecoder(parse_constant=refuse_constant, parse_float=finite).decode
+
+
 def parse_json(body: bytes) -> Any:
     """Parse a text with nesting within the limits. A long text is parsed in pieces, for a thread next to an event loop.
 
     Raises:
-        ApiError: 400 if the text is not JSON.
+        ApiError: 400 if the text is not JSON, or has a number that JSON cannot represent.
     """
     try:
         if len(body) <= PIECE_BYTES:
-            return json.loads(body)
+            return decode_strictly(body.decode(json.detect_encoding(body), "surrogatepass"))
         text = _as_utf8(body)
         return _Pieces(text, _joined(list(_marks_in(text)))).whole()
     except RecursionError as error:
         raise bad_request("The body nests too deeply.") from error
     except JSONDecodeError as error:
         raise bad_request(f"The body is not valid JSON: {error.msg} (character {error.pos}).") from error
-    except ValueError as error:  # invalid UTF, or a number of thousands of digits
+    except ValueError as error:  # invalid UTF, NaN, or a number of thousands of digits
         raise bad_request(f"The body cannot be read as JSON: {error}.") from error
 
 
@@ -176,7 +195,7 @@ class _Pieces:
         if not piece.strip(_BLANKS) and (before or after) and self._has_neighbour(begin, end):
             raise self._error("Expecting value", begin)  # between two commas
         try:
-            return json.loads((before + piece + after).decode("utf-8", "surrogatepass"))
+            return decode_strictly((before + piece + after).decode("utf-8", "surrogatepass"))
         except JSONDecodeError as error:
             raise JSONDecodeError(
                 error.msg, "", self._chars_before(begin) + error.pos - len(before)

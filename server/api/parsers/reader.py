@@ -14,7 +14,6 @@ Text is held back only while it may still become a mark, or is whitespace that a
 """
 
 import json
-import math
 import re
 import secrets
 from abc import ABC, abstractmethod
@@ -24,6 +23,7 @@ from typing import NamedTuple, TypeVar
 
 from server.api.parsers.deltas import ContentDelta, Delta, ReasoningDelta, ToolCallDelta, merge
 from server.api.parsers.json_span import JsonSpan
+from server.http.json_text import finite, refuse_constant
 
 AHEAD = 256  # maximum number of characters to inspect before a decision; names and tags are shorter
 # Maximum number of characters read twice per answer. Beyond it, the text of a failed call becomes content at once.
@@ -40,20 +40,9 @@ def decode_json(text: str) -> object:
         ValueError: The text is not JSON, is too deep or long, or has a number that JSON cannot represent.
     """
     try:
-        return json.loads(text, strict=False, parse_constant=_refuse, parse_float=_finite)
+        return json.loads(text, strict=False, parse_constant=refuse_constant, parse_float=finite)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
-
-
-def _refuse(constant: str) -> object:
-    raise ValueError(f"{constant} is not JSON")
-
-
-def _finite(number: str) -> float:
-    value = float(number)
-    if not math.isfinite(value):
-        raise ValueError(f"{number} is too large")
-    return value
 
 
 T = TypeVar("T")

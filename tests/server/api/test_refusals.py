@@ -371,7 +371,7 @@ ROWS: list[tuple[str, Any, str | None, str]] = [
         "prompt_logprobs",
         "of 64000 tokens is more",
     ),
-    (COMPLETIONS, {"guided_json": {"minimum": float("nan")}}, "guided_json", "NaN"),
+    (COMPLETIONS, {"guided_json": '{"minimum": NaN}'}, "guided_json", "NaN"),
     (COMPLETIONS, {"guided_regex": "\ud800"}, "guided_regex", "not valid Unicode"),
     (RESPONSES, {"input": None}, "input", "non-empty list"),
     (RESPONSES, {"input": [{"type": "video"}]}, "input.0.type", "'video'"),
@@ -381,12 +381,7 @@ ROWS: list[tuple[str, Any, str | None, str]] = [
     (RESPONSES, {"background": True, "store": False}, "background", "only be used when `store` is true"),
     (RESPONSES, {"tools": [{"type": "web_search"}]}, "tools.0.type", "'web_search'"),
     (RESPONSES, {"tools": [{"type": "function", "name": "a b"}]}, "tools.0.name", "tools.0.name"),
-    (
-        RESPONSES,
-        {"tools": [{"type": "function", "name": "f", "parameters": {"const": float("inf")}}]},
-        "tools.0",
-        "Infinity",
-    ),
+    (RESPONSES, {"tools": [{"type": "function", "name": "f", "x": float("nan")}]}, None, "NaN is not JSON"),
     (RESPONSES, {"tool_choice": "required", "tools": []}, "tool_choice", "Tool choice 'required' must be"),
     (RESPONSES, {"tool_choice": ITEM_TOOL}, "tool_choice", "not found in 'tools' parameter"),
     (RESPONSES, {"tool_choice": {"type": "function"}, "tools": [ITEM_TOOL]}, "tool_choice.name", "not found"),
@@ -491,7 +486,7 @@ def test_a_body_that_is_no_json_object_is_a_400(front: FrontProcess, content: by
 def test_a_number_that_is_none_is_a_400(front: FrontProcess, value: str) -> None:
     body = f'{{"model": "tiny", "messages": {json.dumps(HELLO)}, "temperature": {value}}}'
     response = front.post(CHAT, content=body, headers=front.headers | {"content-type": "application/json"})
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "temperature")
+    assert response.status_code == 400 and f"{value} is " in response.json()["error"]["message"]
 
 
 def test_another_content_type_is_refused(client: openai.OpenAI) -> None:

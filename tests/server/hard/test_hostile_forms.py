@@ -78,7 +78,7 @@ FORMS: dict[str, Form] = {
     "a schema of an unknown kind": of_schema({"type": "banana"}, param=FORMAT),
     "a reference into a file": of_schema({"$ref": "file:///etc/passwd"}, param=FORMAT),
     "a reference to a host": of_schema({"$ref": "http://127.0.0.1:9/x.json"}, param=FORMAT),
-    "NaN in a schema": of_schema({"const": float("nan")}, param=SCHEMA, words="NaN"),
+    "NaN in a schema": of_field("json", '{"const": NaN}', param="structured_outputs.json", words="NaN"),
     "keys of every plane": of_schema({"type": "object", "properties": {PLANES[:1] + "\U0010ffff": {}}}),
     "half a surrogate pair in a key": of_schema(
         {"type": "object", "properties": {"\ud800": {}}}, param=FORMAT

@@ -131,21 +131,31 @@ def test_a_trouble_s_place_is_that_in_the_whole_text() -> None:
         parse_json('["\u20ac\u20ac\u20ac\u20ac\u20ac\u20ac\u20ac\u20ac", 1234567, oops]'.encode())
 
 
+@pytest.mark.parametrize("padding", ["", "x" * 200_000], ids=["short", "in pieces"])
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
+def test_a_number_that_json_cannot_represent_is_refused_by_name(number: str, padding: str) -> None:
+    for text in (number, f'[1, {number}, "{padding}"]', f'{{"a": "{padding}", "b": {{"c": {number}}}}}'):
+        with pytest.raises(ApiError, match=f"{number} is (not JSON|too large)") as caught:
+            parse_json(text.encode())
+        assert caught.value.status == 400
+    assert parse_json(f'["{number}", -1e308, 1e-999, "{padding}"]'.encode()) == [number, -1e308, 0.0, padding]
+
+
 def test_no_piece_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each piece blocks the event loop."""
-    longest, loads = 0, json.loads
+    longest, decode = 0, json_text.decode_strictly
 
-    def noting(text: str | bytes) -> Any:
+    def noting(text: str) -> Any:
         nonlocal longest
         longest = max(longest, len(text))
-        return loads(text)
+        return decode(text)
 
     value = {
         "messages": [{"role": "user", "content": [list(range(50_000))] * 3}],
         **{str(k): k for k in range(50_000)},
     }
     body = json.dumps(value).encode()
-    monkeypatch.setattr(json, "loads", noting)
+    monkeypatch.setattr(json_text, "decode_strictly", noting)
     assert parse_json(body) == value
     assert longest <= json_text.PIECE_BYTES + 2
     gc.collect()

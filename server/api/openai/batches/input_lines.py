@@ -10,7 +10,9 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
+
+from server.http.json_text import decode_strictly
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 KEY_HEAD = "batch_req_"  # the beginning of OpenAI's ids for answered requests
@@ -106,7 +108,7 @@ def _read_line(
 
 def _object(text: bytes) -> dict[str, Any]:
     try:
-        fields = json.loads(text.decode("utf-8-sig"), parse_constant=_refuse_constant)
+        fields = decode_strictly(text.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise _LineError(f"not UTF-8 ({error.reason} at byte {error.start})") from error
     except json.JSONDecodeError as error:
@@ -118,10 +120,6 @@ def _object(text: bytes) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise _LineError(f"not a JSON object but {_seen(fields)}")
     return fields
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _request(number: int, fields: dict[str, Any]) -> BatchLine:

@@ -46,6 +46,7 @@ def test_blank_lines_a_byte_order_mark_and_carriage_returns_are_passed_over(tmp_
         (b'{"custom_id": "\xff"}', "line 1: not UTF-8 (invalid start byte at byte 15)"),
         ("[1, 2]", "line 1: not a JSON object but [1, 2]"),
         ('{"custom_id": NaN}', "line 1: not readable as JSON (NaN is not JSON)"),
+        ('{"custom_id": 1e999}', "line 1: not readable as JSON (1e999 is too large)"),
         ("[" * 100_000, "line 1: not readable as JSON (nested too deeply)"),
         ('{"a": ' + "9" * 5000 + "}", "line 1: not readable as JSON (Exceeds the limit"),
         ({**GOOD, "custom_id": None}, "custom_id is missing; it must be a non-empty, unique string"),
