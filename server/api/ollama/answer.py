@@ -1,7 +1,7 @@
 """Build Ollama's answers: JSON objects, one per line, while text arrives, and a last one with counts and the finish reason.
 
-Each call is sent complete, in a separate object; a call that was cut off is left out. A stream that is silent for long sends an object without text instead of a
-comment: clients parse every line as JSON and would fail at a comment or an empty line.
+Each call is sent complete, in a separate object. A call that was cut off is left out. A stream that is silent for long sends an
+object without text instead of a comment: clients parse every line as JSON and would fail at a comment or an empty line.
 """
 
 import time
