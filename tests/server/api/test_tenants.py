@@ -158,7 +158,7 @@ def test_lines_with_many_choices_leave_most_seats_to_others(
 
 
 def test_a_line_of_a_batch_keeps_its_responses_for_who_made_the_batch(client: httpx.Client) -> None:
-    body = {"model": "m", "input": "hello", "max_output_tokens": 4}
+    body = {"model": "m", "input": "hello", "max_output_tokens": 4, "store": True}
     line = {"custom_id": "1", "method": "POST", "url": "/v1/responses", "body": body}
     file = upload(client, A, json.dumps(line).encode()).json()["id"]
     batch = {"input_file_id": file, "endpoint": "/v1/responses", "completion_window": "24h"}

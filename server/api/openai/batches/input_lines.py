@@ -3,6 +3,9 @@
 A bad line never ends a batch: it becomes a `BadLine` with the reason. Every line has a key, by which an interrupted batch
 recognizes answered lines. A good line's key depends on its custom_id, so lines may be moved and added between two runs. A bad
 line's key depends on its position and text, so it is read again after a change.
+
+A line of /v1/responses gets `store: false` unless it has a `store`. Its response is in the output file, and the stored responses of a
+thousand lines would replace those that clients continue.
 """
 
 import hashlib
@@ -14,7 +17,8 @@ from typing import Any
 
 from server.http.json_text import decode_strictly
 
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+_RESPONSES = "/v1/responses"
+URLS = ("/v1/chat/completions", "/v1/completions", _RESPONSES)
 KEY_HEAD = "batch_req_"  # the beginning of OpenAI's ids for answered requests
 _SEEN_CHARS = 60  # maximum length of a quoted value
 
@@ -141,6 +145,8 @@ def _request(number: int, fields: dict[str, Any]) -> BatchLine:
         raise _LineError(
             "body.background is true; batches do not support background runs, leave it out", "body.background"
         )
+    if url == _RESPONSES and body.get("store") is None:
+        body = {**body, "store": False}
     return BatchLine(
         key=_key(custom_id.encode(errors="surrogatepass")),
         number=number,

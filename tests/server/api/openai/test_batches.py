@@ -13,7 +13,7 @@ from openai.types import Batch
 from tests.support.service.front_process import TIMEOUT_S, FrontProcess
 from tests.support.service.service_processes import wait_until
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 ENDED = ("completed", "failed", "expired", "cancelled")
 
 
@@ -100,6 +100,23 @@ def test_a_batch_answers_every_line_good_ones_and_others_apart(
     )
     told = client.files.retrieve(str(ended.output_file_id))
     assert (told.purpose, told.filename) == ("batch_output", f"{batch.id}_output.jsonl")
+
+
+def test_responses_of_lines_are_in_the_output_file_and_stored_only_on_request(
+    front: FrontProcess, client: openai.OpenAI
+) -> None:
+    front.script("b-line", "ok")
+    lines = [
+        {"custom_id": custom_id, "method": "POST", "url": RESPONSES, "body": {"input": "b-line", **given}}
+        for custom_id, given in (("1", {}), ("2", {"store": True}))
+    ]
+    ended = wait_for(client, begin(client, jsonl(*lines), RESPONSES).id, *ENDED)
+    answers = lines_of(client, ended.output_file_id)
+    plain, stored = (answers[custom_id]["response"]["body"] for custom_id in ("1", "2"))
+    assert (plain["status"], plain["store"], stored["store"]) == ("completed", False, True)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(plain["id"])
+    assert client.responses.retrieve(stored["id"]).output_text == "ok"
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,14 @@ def test_a_good_line_is_a_request(tmp_path: Path) -> None:
     assert line.key.startswith("batch_req_")
 
 
+@pytest.mark.parametrize(("given", "sent"), [({}, False), ({"store": None}, False), ({"store": True}, True)])
+def test_the_response_to_a_line_is_stored_only_on_request(
+    tmp_path: Path, given: dict[str, Any], sent: bool
+) -> None:
+    [line] = read(tmp_path, {**GOOD, "url": "/v1/responses", "body": {"input": "x", **given}})
+    assert isinstance(line, BatchLine) and line.body == {"input": "x", "store": sent}
+
+
 def test_blank_lines_a_byte_order_mark_and_carriage_returns_are_passed_over(tmp_path: Path) -> None:
     first, second = json.dumps(GOOD), json.dumps({**GOOD, "custom_id": "b"})
     lines = read(tmp_path, b"\xef\xbb\xbf" + first.encode() + b"\r", "", "  \r", second)
