@@ -30,7 +30,7 @@ from server.api.served import ServedModel
 from server.api.tokenize import count_tokens
 from server.front.errors import ApiError, bad_request, named_by
 from server.front.requests import Requests
-from server.http.exchanges import owner_of_exchange
+from server.http.exchanges import acting_for, owner_of_exchange
 from server.http.json_writer import json_response
 from server.http.routes import STREAM_RESPONSE, new_router
 
@@ -184,7 +184,13 @@ async def _start(
 
 
 async def _run_again(run: LeftRun, left: LeftRuns, parts: _Parts) -> None:
-    """Run a background response again, unless the leading front has taken it over. Wait until the service is ready."""
+    """Run a background response again for its owner, unless the leading front has taken it over."""
+    with acting_for(run.owner, run.response_id):
+        await _begin_again(run, left, parts)
+
+
+async def _begin_again(run: LeftRun, left: LeftRuns, parts: _Parts) -> None:
+    """Begin a background response again as soon as the service is ready."""
     body, response_id = ResponsesRequest.model_validate(run.body), run.response_id
     parts.store.put(run.response, run.messages, run.owner)
     if await left.is_taken(run):

@@ -1,9 +1,21 @@
 """Background runs in files."""
 
 import asyncio
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
+from server.api.openai.responses.kept import ResponseStore
 from server.api.openai.responses.left_runs import LeftRun, LeftRuns
+from server.api.openai.responses.routes import responses_routes
+from server.api.served import ServedModel
+from server.front.adapters.registry import AdapterUse, KnownAdapters, NamedAdapter
+from server.front.generations import Answer, Ask
+from server.front.structure.structure_checks import StructureChecks
+from server.front.tokenizer import Tokenizer
+from server.http.exchanges import asker_of_exchange
+from tests.support.models.tiny_tokenizer import MAX_LEN, write_tokenizer
+from tests.support.requests.answers import ByteDecoder
 
 
 def run_named(response_id: str) -> LeftRun:
@@ -83,3 +95,49 @@ def test_a_full_disk_only_warns(tmp_path: Path) -> None:
     (tmp_path / "background").rmdir()
     runs.note(run_named("resp_a"))
     assert not (tmp_path / "background").exists()
+
+
+class OneAdapter(KnownAdapters):
+    """An adapter that only one API key may use."""
+
+    def __init__(self, owner: str) -> None:
+        super().__init__(is_enabled=True)
+        self._names = {"mine": NamedAdapter("mine", "/adapter", "digest", 0, owners=(owner,))}
+
+    def uses(self) -> Iterator[AdapterUse]:
+        return iter(())
+
+
+def test_a_run_runs_again_for_the_key_that_began_it(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(str(write_tokenizer(tmp_path / "model", chat_template="{{ messages[0].content }}")))
+    model = ServedModel(
+        names=("tiny",),
+        tokenizer=tokenizer,
+        sampling_defaults={},
+        max_len=lambda: MAX_LEN,
+        created=0,
+        structures=StructureChecks(tokenizer.vocabulary),
+        adapters=OneAdapter("owner-of-key-a"),
+    )
+    accepted: list[tuple[str, str]] = []
+
+    def accept(request_id: str, asks: Sequence[Ask]) -> Answer:
+        accepted.append((asker_of_exchange().key_id, asks[0].request.adapter))
+        answer = Answer(request_id, lambda _: None)
+        answer.add(asks[0], 0, ByteDecoder())
+        return answer
+
+    async def scenario() -> None:
+        left, store = LeftRuns(tmp_path / "background"), ResponseStore()
+        responses_routes(model, SimpleNamespace(open=accept), left=left, store=store)  # type: ignore[arg-type]
+        run = LeftRun(
+            {"id": "resp_a", "status": "queued", "created_at": 1},
+            {"model": "mine", "input": "x", "background": True, "seed": 5},
+            [{"role": "user", "content": "x"}],
+            "owner-of-key-a",
+        )
+        await left.run_again(run)
+        assert store.is_running("resp_a")
+
+    asyncio.run(scenario())
+    assert accepted == [("owner-of-key-a"[:16], "digest")]
