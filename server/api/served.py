@@ -45,11 +45,13 @@ class ServedModel:
         """Return the model name for the answer. None is the first served name.
 
         Raises:
-            ApiError: 404 if the model is not served here.
+            ApiError: 404 if the model is not served here; 503 if it may be an adapter that is not loaded yet.
         """
         if name is None:
             return self.names[0]
         if name not in self.names and self.adapter_of(name) is None:
+            if self.adapters is not None and (reason := self.adapters.why_not_ready()) is not None:
+                raise errors.not_ready(reason)
             raise errors.not_served(name, self.all_names)
         return name
 

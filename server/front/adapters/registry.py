@@ -65,6 +65,10 @@ class KnownAdapters(ABC):
     def uses(self) -> Iterator[AdapterUse]:
         """Yield what is visible of each registered adapter."""
 
+    def why_not_ready(self) -> str | None:
+        """Return why registered names may be missing, or None if all are known."""
+        return None
+
 
 class Adapters(KnownAdapters):
     """The registered adapters. Runs in the front's event loop."""

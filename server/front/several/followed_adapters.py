@@ -54,6 +54,9 @@ class FollowedAdapters(KnownAdapters):
                 named, PlaceUse(state, len(requests.running), requests.is_waiting, count, 0, count)
             )
 
+    def why_not_ready(self) -> str | None:
+        return "waiting for the front that leads the service" if self._num_seen < 0 else None
+
     def accept(self, digest: str, request_id: str) -> None:
         """Keep an adapter until `release` is called for this request.
 

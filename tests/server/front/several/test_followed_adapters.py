@@ -116,6 +116,15 @@ async def with_a_at_the_other(root: Path) -> tuple[Fronts, Other, str, str]:
 
 
 @in_loop
+async def test_names_may_be_missing_until_the_first_state_of_the_leading_front(tmp_path: Path) -> None:
+    fronts = Fronts(tmp_path)
+    fronts.begin()
+    assert fronts.others[0].adapters.why_not_ready() == "waiting for the front that leads the service"
+    await fronts.follow()
+    assert fronts.others[0].adapters.why_not_ready() is None
+
+
+@in_loop
 async def test_a_request_of_another_front_gets_a_place_and_is_counted(tmp_path: Path) -> None:
     fronts, other = await two_fronts(tmp_path)
     [digest] = await fronts.load("a")

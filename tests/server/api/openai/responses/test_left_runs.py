@@ -102,13 +102,21 @@ class OneAdapter(KnownAdapters):
 
     def __init__(self, owner: str) -> None:
         super().__init__(is_enabled=True)
-        self._names = {"mine": NamedAdapter("mine", "/adapter", "digest", 0, owners=(owner,))}
+        self._owner = owner
+
+    def load(self) -> None:
+        """Register the adapter."""
+        self._names = {"mine": NamedAdapter("mine", "/adapter", "digest", 0, owners=(self._owner,))}
 
     def uses(self) -> Iterator[AdapterUse]:
         return iter(())
 
+    def why_not_ready(self) -> str | None:
+        return None if self._names else "its adapters are being loaded"
 
-def test_a_run_runs_again_for_the_key_that_began_it(tmp_path: Path) -> None:
+
+def test_a_run_runs_again_for_the_key_that_began_it_once_its_adapter_is_loaded(tmp_path: Path) -> None:
+    adapters = OneAdapter("owner-of-key-a")
     tokenizer = Tokenizer(str(write_tokenizer(tmp_path / "model", chat_template="{{ messages[0].content }}")))
     model = ServedModel(
         names=("tiny",),
@@ -117,7 +125,7 @@ def test_a_run_runs_again_for_the_key_that_began_it(tmp_path: Path) -> None:
         max_len=lambda: MAX_LEN,
         created=0,
         structures=StructureChecks(tokenizer.vocabulary),
-        adapters=OneAdapter("owner-of-key-a"),
+        adapters=adapters,
     )
     accepted: list[tuple[str, str]] = []
 
@@ -136,7 +144,11 @@ def test_a_run_runs_again_for_the_key_that_began_it(tmp_path: Path) -> None:
             [{"role": "user", "content": "x"}],
             "owner-of-key-a",
         )
-        await left.run_again(run)
+        running = asyncio.ensure_future(left.run_again(run))
+        await settled()
+        assert store.is_running("resp_a") and not running.done()
+        adapters.load()
+        await running
         assert store.is_running("resp_a")
 
     asyncio.run(scenario())
