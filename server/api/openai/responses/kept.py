@@ -3,7 +3,8 @@
 OpenAI keeps responses for a month unless store=false; vLLM keeps them only if configured to, and then never drops one. This
 service keeps the last ones, so that previous_response_id works in a conversation and memory stays bounded. After a restart,
 or once newer responses have replaced it, a response is a plain 404. With API keys, only the key that created a response can
-read it: other keys get the same 404. Newer responses replace those of the key that stores most.
+read it: other keys get the same 404. Newer responses replace those of the key that stores most. Running responses stay, because
+their clients have nothing but the ids. `BackgroundRuns` limits their number.
 
 Background runs continue after clients disconnect. Clients poll a run by its id, stream its events from any number on, or cancel
 it. The events are stored next to the response; those of ended runs are dropped above a limit. While the front drains, runs
@@ -34,6 +35,7 @@ from server.http.shares import Shares
 _LOG = logging.getLogger("wideep")
 MAX_RESPONSES = 1000
 MAX_CHARS = 64 << 20  # for all stored responses, each with its whole history
+_RUNNING = ("queued", "in_progress")  # statuses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,36 +45,40 @@ class Stored:
     owner: str
     response: dict[str, Any]
     messages: tuple[ChatMessage, ...]
-    num_chars: int
+    num_chars: int | None  # None if it was running when it was put
 
     @property
     def is_running(self) -> bool:
         """Whether it has not ended."""
-        return self.response["status"] in ("queued", "in_progress")
+        return self.response["status"] in _RUNNING
 
 
 class ResponseStore:
-    """The last responses, by id. When full, drops the least recently used of the owner that stores most."""
+    """The last responses that have ended, and the running ones, by id.
+
+    When full, drops the least recently used ended response of the owner that stores most. Running ones do not count.
+    """
 
     def __init__(self, *, max_responses: int = MAX_RESPONSES, max_chars: int = MAX_CHARS) -> None:
         self._number, self._chars = Shares(max_responses), Shares(max_chars)
         self._by_id: OrderedDict[str, Stored] = OrderedDict()
 
     def put(self, response: dict[str, Any], messages: Sequence[ChatMessage], owner: str) -> None:
-        """Store a response, replacing its earlier version. Drops it if it alone exceeds the limit."""
-        num_chars = len(json.dumps(response)) + sum(len(json.dumps(message)) for message in messages)
-        if num_chars > self._chars.total:
-            return
+        """Store a response, replacing its earlier version. Drops it if it has ended and alone exceeds the limit."""
         self.discard(response["id"])
+        num_chars = None
+        if response["status"] not in _RUNNING:
+            num_chars = len(json.dumps(response)) + sum(len(json.dumps(message)) for message in messages)
+            if num_chars > self._chars.total:
+                return
+            self._number.take(owner, 1)
+            self._chars.take(owner, num_chars)
         self._by_id[response["id"]] = Stored(
             owner=owner, response=response, messages=tuple(messages), num_chars=num_chars
         )
-        self._number.take(owner, 1)
-        self._chars.take(owner, num_chars)
         for shares in (self._number, self._chars):
             while shares.is_over:
-                most = shares.largest
-                self.discard(next(each for each, stored in self._by_id.items() if stored.owner == most))
+                self._evict_from(shares.largest)
 
     def has(self, response_id: str) -> bool:
         """Return whether a response is stored."""
@@ -112,9 +118,18 @@ class ResponseStore:
     def discard(self, response_id: str) -> None:
         """Drop a response, if it is stored."""
         stored = self._by_id.pop(response_id, None)
-        if stored is not None:
+        if stored is not None and stored.num_chars is not None:
             self._number.give_back(stored.owner, 1)
             self._chars.give_back(stored.owner, stored.num_chars)
+
+    def _evict_from(self, owner: str) -> None:
+        self.discard(
+            next(
+                each
+                for each, stored in self._by_id.items()
+                if stored.owner == owner and stored.num_chars is not None
+            )
+        )
 
 
 MAX_RUNNING = 256

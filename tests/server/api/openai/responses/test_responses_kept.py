@@ -18,7 +18,7 @@ from tests.support.requests.answers import ByteDecoder, ask_of
 
 
 def response(number: int, text: str = "") -> dict[str, str]:
-    return {"id": f"resp_{number}", "text": text}
+    return {"id": f"resp_{number}", "status": "completed", "text": text}
 
 
 def missing(store: ResponseStore, *numbers: int) -> bool:
@@ -55,6 +55,22 @@ def test_the_size_is_bounded_whatever_the_number() -> None:
     assert missing(store, 10) and store.get("resp_9", "me", "x"), "a response that never fits evicts nothing"
 
 
+@pytest.mark.parametrize("bounds", [{"max_responses": 2}, {"max_chars": 1000}])
+def test_a_running_response_stays_until_its_end(bounds: dict[str, int]) -> None:
+    store = ResponseStore(**bounds)
+    background = response(0, "x" * 1200) | {"status": "queued"}
+    store.put(background, [], "me")
+    for number in range(1, 6):
+        store.put(response(number, "x" * 300), [], "me")
+    assert store.is_running("resp_0") and missing(store, 1, 2, 3)
+    assert store.get("resp_4", "me", "x") and store.get("resp_5", "me", "x"), "it takes no room"
+    background |= {"status": "completed", "text": "short"}
+    store.put(background, [], "me")
+    for number in range(6, 11):
+        store.put(response(number, "x" * 300), [], "me")
+    assert missing(store, 0), "it has ended and is the oldest"
+
+
 def test_a_deleted_response_is_gone_and_its_room_is_free() -> None:
     store = ResponseStore(max_chars=500)
     for number in range(50):
@@ -75,7 +91,7 @@ def test_a_response_is_its_owner_s_alone() -> None:
     assert store.get("resp_1", "me", "response_id")
 
 
-@pytest.mark.parametrize("bounds", [{"max_responses": 20}, {"max_chars": 20 * 50}])
+@pytest.mark.parametrize("bounds", [{"max_responses": 20}, {"max_chars": 20 * 70}])
 def test_a_flood_of_one_owner_s_pushes_out_none_of_who_keeps_less(bounds: dict[str, int]) -> None:
     store = ResponseStore(**bounds)
     for number in range(3):
