@@ -7,8 +7,8 @@ read it: other keys get the same 404. Newer responses replace those of the key t
 their clients have nothing but the ids. `BackgroundRuns` limits their number.
 
 Background runs continue after clients disconnect. Clients poll a run by its id, stream its events from any number on, or cancel
-it. The events are stored next to the response; those of ended runs are dropped above a limit. While the front drains, runs
-count as open requests.
+it. An ended run consists of its events. They are dropped with the response, and those of the oldest runs above a limit. While the
+front drains, runs count as open requests.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -62,14 +62,17 @@ class ResponseStore:
     def __init__(self, *, max_responses: int = MAX_RESPONSES, max_chars: int = MAX_CHARS) -> None:
         self._number, self._chars = Shares(max_responses), Shares(max_chars)
         self._by_id: OrderedDict[str, Stored] = OrderedDict()
+        # Called with the id of each dropped response.
+        self.on_dropped: Callable[[str], None] = lambda _response_id: None
 
     def put(self, response: dict[str, Any], messages: Sequence[ChatMessage], owner: str) -> None:
         """Store a response, replacing its earlier version. Drops it if it has ended and alone exceeds the limit."""
-        self.discard(response["id"])
+        self._remove(response["id"])
         num_chars = None
         if response["status"] not in _RUNNING:
             num_chars = len(json.dumps(response)) + sum(len(json.dumps(message)) for message in messages)
             if num_chars > self._chars.total:
+                self.on_dropped(response["id"])
                 return
             self._number.take(owner, 1)
             self._chars.take(owner, num_chars)
@@ -117,6 +120,10 @@ class ResponseStore:
 
     def discard(self, response_id: str) -> None:
         """Drop a response, if it is stored."""
+        self._remove(response_id)
+        self.on_dropped(response_id)
+
+    def _remove(self, response_id: str) -> None:
         stored = self._by_id.pop(response_id, None)
         if stored is not None and stored.num_chars is not None:
             self._number.give_back(stored.owner, 1)
@@ -137,40 +144,53 @@ MAX_RUNNING = 256
 MAX_BYTES = 64 << 20
 
 
+class _Making(NamedTuple):
+    """The parts that make a response."""
+
+    answer: Answer
+    chunks: DraftChunks
+    draft: ResponseDraft
+
+
 class BackgroundRun:
     """A running or ended background response. The chunks of `events` are its events, by their sequence numbers."""
 
     def __init__(self, answer: Answer, chunks: DraftChunks, draft: ResponseDraft, owner: str = "") -> None:
-        self.draft, self.owner = draft, owner
+        self.response_id, self.owner = str(draft.response["id"]), owner
         self.events = KeptStream()
         self.is_cut_off = False  # it ended without a result, and must run again
-        self._answer, self._chunks = answer, chunks
+        # None after the end, because it holds the prompt.
+        self._making: _Making | None = _Making(answer, chunks, draft)
         self._add(chunks.begin())
 
     async def run(self) -> None:
         """Generate the response."""
+        assert self._making is not None, "a run runs once"
+        answer, chunks, draft = self._making
         try:
-            while pieces := await self._answer.next():
+            while pieces := await answer.next():
                 for _, piece in pieces:
-                    self._add(self._chunks.feed(piece))
+                    self._add(chunks.feed(piece))
         except FrontCutOffError:
             self.is_cut_off = True
         except ApiError as failure:
-            self._add(self.draft.fail(failure))
+            self._add(draft.fail(failure))
         except ClientGone:  # `cancel` closed the answer
-            self._add(self.draft.cancel())
+            self._add(draft.cancel())
         except Exception as error:  # noqa: BLE001 - otherwise its client would poll forever
-            _LOG.exception("response %s failed", self.draft.response["id"])
+            _LOG.exception("response %s failed", self.response_id)
             reason = f"its answer could not be generated: {type(error).__name__}: {error}"
-            self._add(self.draft.fail(failed(reason)))
+            self._add(draft.fail(failed(reason)))
         finally:
-            self._answer.close()
+            answer.close()
+            self._making = None
             self.events.end()
 
     async def cancel(self) -> None:
         """Stop the run, unless it has ended."""
-        self._answer.close()
-        await self.events.wait_until_ended()
+        if self._making is not None:
+            self._making.answer.close()
+            await self.events.wait_until_ended()
 
     def _add(self, events: Sequence[Event]) -> None:
         self.events.add(*(named_events([event]) for event in events))
@@ -215,14 +235,14 @@ class BackgroundRuns:
 
     def start(self, run: BackgroundRun, on_end: Callable[[], None]) -> None:
         """Start a run as a task and call `on_end` when it has ended."""
-        self._runs[run.draft.response["id"]] = run
+        self._runs[run.response_id] = run
         task = asyncio.create_task(run.run())
         self._tasks.add(task)
         self._running.take(run.owner, 1)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(lambda _: self._running.give_back(run.owner, 1))
         task.add_done_callback(lambda _: on_end())
-        task.add_done_callback(lambda _: self._forget())
+        task.add_done_callback(lambda _: self._drop_events())
 
     def find(self, response_id: str) -> BackgroundRun | None:
         """Return a run, or None if the response did not run in the background or its events were dropped."""
@@ -246,13 +266,19 @@ class BackgroundRuns:
             )
         return FollowedRun(run, after + 1)
 
+    def forget(self, response_id: str) -> None:
+        """Drop a run, if it exists and has ended."""
+        run = self._runs.get(response_id)
+        if run is not None and run.events.has_ended:
+            del self._runs[response_id]
+
     async def delete(self, response_id: str) -> None:
         """Cancel and delete a run, if it exists."""
         run = self._runs.pop(response_id, None)
         if run is not None:
             await run.cancel()
 
-    def _forget(self) -> None:
+    def _drop_events(self) -> None:
         """Drop ended runs until the limit holds, each time the oldest of the owner with the most event bytes in ended runs."""
         num_bytes = sum(run.events.num_bytes for run in self._runs.values())
         ended = {response_id: run for response_id, run in self._runs.items() if run.events.has_ended}

@@ -72,6 +72,7 @@ def responses_routes(
     router = new_router()
     runs = BackgroundRuns(are_several=are_several)
     parts = _Parts(model, requests, store or ResponseStore(), runs, new_id, left)
+    parts.store.on_dropped = runs.forget
     if left is not None:
         left.run_again = lambda run: _run_again(run, left, parts)
 
