@@ -7,7 +7,7 @@ cannot differ. Whitespace before anything but text (the empty line between think
 Anthropic's API refuses such blocks when a client sends them back.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
@@ -20,7 +20,7 @@ from server.api.parsers.deltas import ContentDelta, Delta, ReasoningDelta, ToolC
 from server.api.streaming import EventStream, closing_when_gone
 from server.front.errors import ApiError
 from server.front.generations import Answer, Piece, Pieces, Reader
-from server.http.json_writer import json_bytes
+from server.http.json_writer import json_bytes, long_json_pieces
 
 
 class BlockKind(Enum):
@@ -209,8 +209,12 @@ class DraftChunks:
         self._begun = False
 
     def piece(self, index: int, piece: Piece) -> bytes:
-        events = [] if self._begun else self.begin()
-        return self.encode([*events, *self.feed(piece)])
+        return self.encode(self.events(piece))
+
+    def events(self, piece: Piece) -> list[Event]:
+        """Begin the draft, unless it has begun, and add a piece."""
+        begun = [] if self._begun else self.begin()
+        return [*begun, *self.feed(piece)]
 
     def begin(self) -> list[Event]:
         """Begin the draft."""
@@ -248,6 +252,14 @@ def named_events(events: Sequence[Event]) -> bytes:
     return b"".join(b"event: %s\ndata: %s\n\n" % (each["type"].encode(), json_bytes(each)) for each in events)
 
 
+def event_pieces(events: Sequence[Event]) -> Iterator[bytes]:
+    """Yield the bytes of `named_events` in pieces, for a thread."""
+    for each in events:
+        yield b"event: %s\ndata: " % each["type"].encode()
+        yield from long_json_pieces(each)
+        yield b"\n\n"
+
+
 async def complete(answer: Answer, chunks: DraftChunks, http: HttpRequest) -> None:
     """Feed the draft until the answer has ended.
 
@@ -270,11 +282,11 @@ class DraftStream(EventStream):
 
     def __init__(self, answer: Answer, chunks: DraftChunks) -> None:
         super().__init__(answer, chunks)
-        self._draft_chunks = chunks
+        self.draft_chunks = chunks
 
     def ending(self) -> bytes:
         """Return nothing: the draft has sent its last event."""
         return b""
 
     def failing(self, failure: ApiError) -> bytes:
-        return self._draft_chunks.fail(failure)
+        return self.draft_chunks.fail(failure)

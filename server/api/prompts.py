@@ -25,9 +25,9 @@ from server.api.tools import ToolUse, tool_use_of
 from server.front import errors
 from server.front.errors import bad_request
 from server.front.tokenizer import ChatTemplateError
+from server.http.json_writer import is_larger
 
 LONG_TEXT = 20_000  # characters; rendering or tokenizing more takes milliseconds, so a thread does it
-VALUE_CHARS = 16  # each JSON value counts as this many characters more: rendering it takes as long
 # Tokenizing takes two hundred times the memory of a text, so longer texts are first checked in slices of this size.
 SLICE_CHARS = 1 << 19
 SLACK_TOKENS = 16  # maximum difference in tokens that cutting a text causes
@@ -84,22 +84,6 @@ def _check_known(token_id: int, model: ServedModel, param: str) -> None:
             f"{param} has the token {token!r}; its id {token_id} is outside the model's vocabulary (0 to {last}).",
             param,
         )
-
-
-def is_larger(value: Any, most_chars: int) -> bool:
-    """Return whether a JSON value has more than `most_chars` of text. Stops counting there."""
-    size, waiting = 0, [value]
-    while waiting and size <= most_chars:
-        each = waiting.pop()
-        size += VALUE_CHARS
-        if isinstance(each, str):
-            size += len(each)
-        elif isinstance(each, dict):
-            size += VALUE_CHARS * len(each)
-            waiting += each.values()
-        elif isinstance(each, list):
-            waiting += each
-    return size > most_chars
 
 
 def _encode(text: str, model: ServedModel, *, add_special_tokens: bool, param: str) -> list[int]:

@@ -9,7 +9,7 @@ step that brings them (`DirectBody`). Silent streams send comments, because prox
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -145,17 +145,25 @@ class EventStream(Response):
             await self._send_all(pieces, sender)
 
     async def _send_all(self, pieces: Pieces, sender: "EventSender") -> None:
-        reader = sender.reader(self._events)
+        reader = sender.reader(self._events, self.is_short)
         try:
             while pieces:
-                body = self._events(pieces)
-                if body:
-                    await sender.send(body)
+                await self.send_pieces(pieces, sender)
                 pieces = await self._answer.next(reader)
             last = self.ending()
         except ApiError as failure:
             last = self.failing(with_way_on(failure))
         await sender.end(last)
+
+    async def send_pieces(self, pieces: Pieces, sender: "EventSender") -> None:
+        """Send the events of pieces that the stream's task takes."""
+        body = self._events(pieces)
+        if body:
+            await sender.send(body)
+
+    def is_short(self) -> bool:
+        """Return whether the events of the next pieces are short. Otherwise, the stream's task takes the pieces."""
+        return True
 
     def _events(self, pieces: Pieces) -> bytes:
         if len(pieces) == 1:  # the usual case
@@ -196,6 +204,7 @@ class EventSender:
         self.has_begun = False
         self._last_sent_s = time.monotonic()
         self._watch: asyncio.Task[None] | None = None
+        self._within = asyncio.Lock()  # while an event or a comment is sent in part
 
     def __enter__(self) -> "EventSender":
         self._watch = asyncio.create_task(self._keep_alive())
@@ -215,8 +224,18 @@ class EventSender:
         self._last_sent_s = time.monotonic()
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
-    def reader(self, events_of: Callable[[Pieces], bytes]) -> Reader | None:
-        """Return a reader that writes the events of pieces at once, or None if only `send` can."""
+    async def send_long(self, pieces: Iterable[bytes]) -> None:
+        """Send whole events in pieces, and wait while the connection's buffer is full. Comments wait for the last piece."""
+        async with self._within:
+            for piece in pieces:
+                await self.send(piece)
+                await asyncio.sleep(0)  # let other requests run while a client reads quickly
+
+    def reader(self, events_of: Callable[[Pieces], bytes], is_short: Callable[[], bool]) -> Reader | None:
+        """Return a reader that writes the events of pieces at once, or None if only `send` can.
+
+        Args: is_short returns whether the events of the next pieces are short enough for that.
+        """
         direct = self._direct
         if direct is None:
             return None
@@ -227,7 +246,7 @@ class EventSender:
                 self._last_sent_s = time.monotonic()
                 direct.write(events)
 
-        return Reader(take, direct.is_free)
+        return Reader(take, lambda: direct.is_free() and is_short())
 
     async def end(self, events: bytes) -> None:
         """Send the last events."""
@@ -247,7 +266,8 @@ class EventSender:
                 await asyncio.sleep(left_s)
             else:
                 with contextlib.suppress(OSError):
-                    await self.send(self._comment)
+                    async with self._within:
+                        await self.send(self._comment)
 
 
 @dataclass(slots=True)

@@ -5,9 +5,10 @@ it ran there. Here a part is a row of a matrix or a plain value.
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from starlette.responses import Response
@@ -20,20 +21,62 @@ class EncodedList:
     items: Sequence[str]
 
 
+LONG_CHARS = 1 << 16  # encoding more takes milliseconds, so a thread does it
+# Each JSON value counts as this many characters more: encoding or rendering it takes as long.
+_VALUE_CHARS = 16
 _PIECE_CHARS = 1 << 18
 _BATCH = 1024  # maximum number of parts in a piece
 _ITEMS = 64  # encoded items per part
 _PLAIN_ITEMS = 4096  # plain items, such as numbers, per part
 _NESTED = (dict, list, tuple, np.ndarray, EncodedList)
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # json.dumps makes one per call
 # Unicode's line ends. Clients that split a stream's text at them (httpx's iter_lines) would split an event.
 _LINE_ENDS = str.maketrans({char: f"\\u{ord(char):04x}" for char in "\x85\u2028\u2029"})
 
 
+class _EncodedWithinError(Exception):
+    """A value contains an encoded list, which the library cannot write."""
+
+
+def _refuse(value: object) -> NoReturn:
+    if isinstance(value, EncodedList):
+        raise _EncodedWithinError
+    raise TypeError(f"{type(value).__name__} is not JSON")
+
+
+# json.dumps makes an encoder per call.
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=_refuse).encode
+
+
 def encode_json(content: Any) -> str:
-    """Return JSON in one line, without Unicode line ends that a client might split at."""
-    text = _encode(content)
+    """Return JSON in one line, without Unicode line ends that a client might split at. May contain encoded lists."""
+    try:
+        text = _encode(content)
+    except _EncodedWithinError:
+        return "".join(json_parts(content))
     return text if text.isascii() else text.translate(_LINE_ENDS)
+
+
+def is_larger(value: Any, most_chars: int) -> bool:
+    """Return whether a JSON value has more than `most_chars` of text. Stops counting there."""
+    return num_chars_of(value, most_chars) > most_chars
+
+
+def num_chars_of(value: Any, most_chars: float = math.inf) -> int:
+    """Estimate the size of a JSON value, in characters. Stops counting above `most_chars`."""
+    size, waiting = 0, [value]
+    while waiting and size <= most_chars:
+        each = waiting.pop()
+        size += _VALUE_CHARS
+        if isinstance(each, str):
+            size += len(each)
+        elif isinstance(each, dict):
+            size += _VALUE_CHARS * len(each)
+            waiting += each.values()
+        elif isinstance(each, list | tuple):
+            waiting += each
+        elif isinstance(each, EncodedList):
+            size += sum(map(len, each.items))
+    return size
 
 
 def json_bytes(content: Any) -> bytes:

@@ -5,7 +5,15 @@ from typing import Any
 
 import numpy as np
 
-from server.http.json_writer import EncodedList, encode_json, json_bytes, json_parts, long_json_bytes
+from server.http.json_writer import (
+    EncodedList,
+    encode_json,
+    is_larger,
+    json_bytes,
+    json_parts,
+    long_json_bytes,
+    num_chars_of,
+)
 
 
 def test_parts_joined_are_what_the_library_writes() -> None:
@@ -23,10 +31,19 @@ def test_parts_joined_are_what_the_library_writes() -> None:
     many = [{"number": number, "within": [[number]]} for number in range(3000)]
     encoded = EncodedList([encode_json(each) for each in many])
     assert long_json_bytes({"a": many}) == long_json_bytes({"a": encoded}) == json_bytes({"a": many})
+    assert json_bytes({"a": encoded, "b": "\u2028ü"}) == json_bytes({"a": many, "b": "\u2028ü"})
     assert long_json_bytes([EncodedList([]), {}]) == b"[[],{}]"
     ids = list(range(10_000))
     assert long_json_bytes({"ids": ids}) == json_bytes({"ids": ids})
     assert max(map(len, json_parts(ids))) < 30_000
+
+
+def test_the_size_of_a_value_counts_its_text_and_its_values() -> None:
+    text = {"a": "x" * 1000, "b": [("y" * 500, None)]}
+    assert 1500 < num_chars_of(text) < 1700
+    assert num_chars_of(EncodedList(["[1,2]"] * 1000)) > 5000
+    assert is_larger(text, 1500) and not is_larger(text, 2000)
+    assert num_chars_of([text] * 1000, 10_000) < 20_000, "counting stops"
 
 
 def test_no_part_is_longer_than_a_row() -> None:

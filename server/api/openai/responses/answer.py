@@ -3,6 +3,9 @@
 `ResponseDraft` serves both streams and whole answers, which ignore the events. The order of events follows
 https://platform.openai.com/docs/api-reference/responses-streaming: created, in_progress, then for each item added, the
 events of its content, and done; finally completed, incomplete or failed.
+
+The last four events of a text repeat all of its log-probabilities: 48 MB for 8,000 tokens with 20 each. So these are encoded once, and
+a thread encodes the events.
 """
 
 import time
@@ -10,14 +13,28 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from server.api.blocks import Block, BlockEvent, BlockKind, Blocks, Closed, Grew, Opened
+from server.api.blocks import (
+    Block,
+    BlockEvent,
+    BlockKind,
+    Blocks,
+    Closed,
+    DraftChunks,
+    DraftStream,
+    Event,
+    Grew,
+    Opened,
+    event_pieces,
+    named_events,
+)
 from server.api.openai.responses.request import ResponsesRequest
-from server.api.openai.responses.text_logprobs import TextLogprobs
+from server.api.openai.responses.text_logprobs import TextEntries, TextLogprobs
 from server.api.parsers.deltas import Delta
+from server.api.served import ServedModel
+from server.api.streaming import EventSender
 from server.front.errors import ApiError
-from server.front.generations import Piece
-
-Event = dict[str, Any]
+from server.front.generations import Answer, Piece, Pieces
+from server.http.json_writer import LONG_CHARS, EncodedList, is_larger
 
 _PREFIXES = {BlockKind.REASONING: "rs", BlockKind.TEXT: "msg", BlockKind.CALL: "fc"}
 _PARTS = {BlockKind.REASONING: "reasoning_text", BlockKind.TEXT: "output_text"}
@@ -49,7 +66,7 @@ class ResponseDraft:
         self.response = _head(response_id, body, model, temperature=temperature, top_p=top_p)
         self._blocks = Blocks()
         self._ids: dict[int, str] = {}
-        self._logprobs: dict[int, list[dict[str, Any]]] = {}  # by the index of a text block
+        self._logprobs: dict[int, TextEntries] = {}  # by the index of a text block
         self._of_text = logprobs
         self._usage = usage
         self._number = 0
@@ -59,6 +76,11 @@ class ResponseDraft:
         if self._raw is not None:
             self.response["input_messages"] = [_raw_message(prompt, prompt_ids)]
             self.response["output_messages"] = []
+
+    @property
+    def is_long(self) -> bool:
+        """Whether the events at the end of a text have many log-probabilities."""
+        return any(each.num_chars > LONG_CHARS for each in self._logprobs.values())
 
     def begin(self) -> list[Event]:
         """Return the first events. A background response begins as queued."""
@@ -136,8 +158,8 @@ class ResponseDraft:
         if isinstance(happened, Grew):
             about = self._place(block)
             if block.kind is BlockKind.TEXT:
-                about["logprobs"] = self._of_text.take(happened.text)
-                self._of_text.extend(self._logprobs.setdefault(block.index, []), about["logprobs"])
+                whole = self._logprobs.setdefault(block.index, TextEntries())
+                about["logprobs"] = _encoded(self._of_text.take(happened.text, whole))
             return [self._event(f"{_DELTAS[block.kind]}.delta", **about, delta=happened.text)]
         assert isinstance(happened, Closed), happened
         return self._closing_events(block, cut=cut)
@@ -171,8 +193,8 @@ class ResponseDraft:
         """Return a block's content. An opening block is empty; its text follows as deltas."""
         part: dict[str, Any] = {"type": _PARTS[block.kind], "text": "" if opening else block.text}
         if block.kind is BlockKind.TEXT:
-            logprobs = [] if opening else list(self._logprobs.get(block.index, ()))
-            part |= {"annotations": [], "logprobs": logprobs}
+            whole = None if opening else self._logprobs.get(block.index)
+            part |= {"annotations": [], "logprobs": [] if whole is None else _encoded(whole.encoded)}
         return part
 
     def _item(self, block: Block, *, opening: bool = False, cut: bool = False) -> dict[str, Any]:
@@ -187,8 +209,33 @@ class ResponseDraft:
         return item | call | {"arguments": "" if opening else block.text}
 
 
+class ResponseStream(DraftStream):
+    """Stream a response's events."""
+
+    def __init__(self, answer: Answer, chunks: DraftChunks, draft: ResponseDraft, model: ServedModel) -> None:
+        super().__init__(answer, chunks)
+        self._draft, self._model = draft, model
+
+    def is_short(self) -> bool:
+        return not self._draft.is_long
+
+    async def send_pieces(self, pieces: Pieces, sender: EventSender) -> None:
+        """Send the events of pieces. If they are long, a thread encodes them."""
+        events = [event for _, piece in pieces for event in self.draft_chunks.events(piece)]
+        if is_larger(events, LONG_CHARS):
+            encoded = await self._model.run(lambda: [*event_pieces(events)], is_long=True)
+            await sender.send_long(encoded)
+        elif events:
+            await sender.send(named_events(events))
+
+
 def _is_text(happened: BlockEvent) -> bool:
     return isinstance(happened, Grew) and happened.block.kind is BlockKind.TEXT
+
+
+def _encoded(entries: Sequence[str]) -> EncodedList | list[str]:
+    """Return a list for an event. An empty one is plain, so that the events of most streams are encoded at once."""
+    return EncodedList([*entries]) if entries else []
 
 
 def _raw_message(text: str, token_ids: Sequence[int]) -> dict[str, Any]:

@@ -13,22 +13,22 @@ front drains, runs count as open requests.
 
 import asyncio
 import contextlib
-import json
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from server.api.blocks import DraftChunks, Event, named_events
+from server.api.blocks import DraftChunks, Event, event_pieces, named_events
 from server.api.openai.responses.answer import ResponseDraft
 from server.api.schemas import ChatMessage
 from server.api.streaming import KEEP_ALIVE_S, EventSender
 from server.front.errors import ApiError, FrontCutOffError, bad_request, failed
 from server.front.generations import Answer, ClientGone
+from server.http.json_writer import LONG_CHARS, is_larger, num_chars_of
 from server.http.kept_stream import KeptStream
 from server.http.shares import Shares
 
@@ -70,7 +70,7 @@ class ResponseStore:
         self._remove(response["id"])
         num_chars = None
         if response["status"] not in _RUNNING:
-            num_chars = len(json.dumps(response)) + sum(len(json.dumps(message)) for message in messages)
+            num_chars = num_chars_of([response, *messages])
             if num_chars > self._chars.total:
                 self.on_dropped(response["id"])
                 return
@@ -142,6 +142,7 @@ class ResponseStore:
 MAX_RUNNING = 256
 # For the events of all runs. Above it, the oldest ended run of the owner with most event bytes is dropped.
 MAX_BYTES = 64 << 20
+_PIECE_BYTES = 1 << 18  # of events, in one write
 
 
 class _Making(NamedTuple):
@@ -155,32 +156,43 @@ class _Making(NamedTuple):
 class BackgroundRun:
     """A running or ended background response. The chunks of `events` are its events, by their sequence numbers."""
 
-    def __init__(self, answer: Answer, chunks: DraftChunks, draft: ResponseDraft, owner: str = "") -> None:
+    def __init__(
+        self,
+        answer: Answer,
+        chunks: DraftChunks,
+        draft: ResponseDraft,
+        owner: str = "",
+        run_long: Callable[[Callable[[], list[bytes]]], Awaitable[list[bytes]]] = asyncio.to_thread,
+    ) -> None:
+        """Args: run_long runs work in a thread: it encodes long events."""
         self.response_id, self.owner = str(draft.response["id"]), owner
         self.events = KeptStream()
         self.is_cut_off = False  # it ended without a result, and must run again
         # None after the end, because it holds the prompt.
         self._making: _Making | None = _Making(answer, chunks, draft)
-        self._add(chunks.begin())
+        self._run_long = run_long
+        self.events.add(*map(_encoded, chunks.begin()))
 
     async def run(self) -> None:
         """Generate the response."""
         assert self._making is not None, "a run runs once"
         answer, chunks, draft = self._making
         try:
-            while pieces := await answer.next():
+            has_ended = False  # after that, `cancel` must change nothing
+            while not has_ended and (pieces := await answer.next()):
                 for _, piece in pieces:
-                    self._add(chunks.feed(piece))
+                    await self._add(chunks.feed(piece))
+                    has_ended = piece.finish_reason is not None
         except FrontCutOffError:
             self.is_cut_off = True
         except ApiError as failure:
-            self._add(draft.fail(failure))
+            await self._add(draft.fail(failure))
         except ClientGone:  # `cancel` closed the answer
-            self._add(draft.cancel())
+            await self._add(draft.cancel())
         except Exception as error:  # noqa: BLE001 - otherwise its client would poll forever
             _LOG.exception("response %s failed", self.response_id)
             reason = f"its answer could not be generated: {type(error).__name__}: {error}"
-            self._add(draft.fail(failed(reason)))
+            await self._add(draft.fail(failed(reason)))
         finally:
             answer.close()
             self._making = None
@@ -192,8 +204,19 @@ class BackgroundRun:
             self._making.answer.close()
             await self.events.wait_until_ended()
 
-    def _add(self, events: Sequence[Event]) -> None:
-        self.events.add(*(named_events([event]) for event in events))
+    async def _add(self, events: Sequence[Event]) -> None:
+        if is_larger(events, LONG_CHARS):
+            self.events.add(*await self._run_long(lambda: [*map(_encoded_long, events)]))
+        else:
+            self.events.add(*map(_encoded, events))
+
+
+def _encoded(event: Event) -> bytes:
+    return named_events([event])
+
+
+def _encoded_long(event: Event) -> bytes:
+    return b"".join(event_pieces([event]))
 
 
 class BackgroundRuns:
@@ -305,5 +328,7 @@ class FollowedRun(Response):
         with contextlib.suppress(OSError), EventSender(send, KEEP_ALIVE_S) as sender:
             async with contextlib.aclosing(following) as chunks:
                 async for events in chunks:
-                    await sender.send(events)
+                    await sender.send_long(
+                        events[start : start + _PIECE_BYTES] for start in range(0, len(events), _PIECE_BYTES)
+                    )
             await sender.end(b"")

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from fastapi import APIRouter
@@ -11,9 +12,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from server.api.answer_json import chat_logprobs
-from server.api.blocks import DraftChunks, DraftStream, complete
+from server.api.blocks import DraftChunks, complete
 from server.api.chat_turn import ChatTurn
-from server.api.openai.responses.answer import ResponseDraft
+from server.api.openai.responses.answer import ResponseDraft, ResponseStream
 from server.api.openai.responses.kept import BackgroundRun, BackgroundRuns, FollowedRun, ResponseStore
 from server.api.openai.responses.left_runs import LeftRun, LeftRuns
 from server.api.openai.responses.request import (
@@ -27,11 +28,12 @@ from server.api.openai.responses.request import (
 from server.api.openai.responses.text_logprobs import TextLogprobs
 from server.api.schemas import ChatMessage
 from server.api.served import ServedModel
+from server.api.streaming import json_answer
 from server.api.tokenize import count_tokens
 from server.front.errors import ApiError, bad_request, named_by
 from server.front.requests import Requests
 from server.http.exchanges import acting_for, owner_of_exchange
-from server.http.json_writer import json_response
+from server.http.json_writer import LONG_CHARS, is_larger, json_response
 from server.http.routes import STREAM_RESPONSE, new_router
 
 _RETRY_S = 0.1  # while the service is not ready
@@ -97,7 +99,7 @@ def responses_routes(
         """Return a stored response, or stream the events of a background response."""
         stored = parts.store.get(response_id, owner_of_exchange(), "response_id")
         if not stream:
-            return json_response(stored.response)
+            return await _shown(stored.response, model)
         return parts.runs.follow(response_id, -1 if starting_after is None else max(-1, starting_after))
 
     @router.delete("/v1/responses/{response_id}", response_model=None)
@@ -138,9 +140,15 @@ async def _create_in(body: ResponsesRequest, name: str, http: HttpRequest, parts
         turn.parser(0), draft, on_end=lambda: _keep(body, draft, history, owner, parts.store)
     )
     if body.stream:
-        return DraftStream(turn.answer, chunks)
+        return ResponseStream(turn.answer, chunks, draft, parts.model)
     await complete(turn.answer, chunks, http)
-    return json_response(draft.response)
+    return await _shown(draft.response, parts.model)
+
+
+async def _shown(response: dict[str, Any], model: ServedModel) -> Response:
+    """Return a response's JSON. If it is long, a thread encodes it."""
+    present = dict(response)  # a background run may change it meanwhile
+    return await json_answer(lambda: present, model, is_long=is_larger(present, LONG_CHARS))
 
 
 def _keep(
@@ -160,20 +168,27 @@ async def _start(
 ) -> BackgroundRun:
     """Start a background run, and keep it for a front that replaces this one."""
     response_id, store, left = draft.response["id"], parts.store, parts.left
-    run = BackgroundRun(turn.answer, DraftChunks(turn.parser(0), draft), draft, owner)
+
+    def keep() -> None:
+        if store.has(response_id):  # it may have been deleted in the meantime
+            _keep(body, draft, history, owner, store)
+
+    # The conversation is kept in the step that completes the response, so that clients can continue it at once.
+    chunks = DraftChunks(turn.parser(0), draft, on_end=keep)
+    run = BackgroundRun(turn.answer, chunks, draft, owner, partial(turn.model.run, is_long=True))
     seed = turn.answer.generations[0].ask.request.params.seed
     request = body.model_dump(mode="json", exclude_unset=True) | {"seed": (seed + 2**63) % 2**64 - 2**63}
     left_run = LeftRun(dict(draft.response), request, history, owner)
 
     def end() -> None:
-        is_stored = store.has(response_id)  # it may have been deleted in the meantime
-        if left is not None and run.is_cut_off and is_stored:
+        if left is not None and run.is_cut_off and store.has(response_id):
             left.resume_later(left_run)
             return
         if left is not None:
             left.forget(response_id)
-        if is_stored:
-            _keep(body, draft, history, owner, store)
+        keep()
+        if not store.has(response_id):
+            parts.runs.forget(response_id)
 
     _keep(body, draft, history, owner, store)
     if left is not None:
@@ -237,7 +252,7 @@ async def _cancel(response_id: str, parts: _Parts) -> Response:
             f"Cannot cancel a response that has ended: its status is {stored.response['status']!r}.",
             "response_id",
         )
-    return json_response(stored.response)
+    return await _shown(stored.response, parts.model)
 
 
 def _history(body: ResponsesRequest, store: ResponseStore) -> list[ChatMessage]:

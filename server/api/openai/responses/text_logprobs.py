@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from scheduler.policy.request import Logprobs
+from server.http.json_writer import encode_json
 
 Entry = dict[str, Any]  # in the form of `chat_logprobs`
 
@@ -24,6 +25,30 @@ class _Waiting(NamedTuple):
     spelling: bytes
     is_special: bool
     is_rest: bool = False  # the previous text contains its beginning
+
+
+class TextEntries:
+    """The entries of a growing text. Each is encoded once, because several events and the response repeat it."""
+
+    def __init__(self) -> None:
+        self.encoded: list[str] = []
+        self.num_chars = 0
+        self._last: Entry | None = None
+
+    def add(self, taken: Sequence[Entry], *, goes_on: bool) -> list[str]:
+        """Append entries, and return them encoded. With `goes_on`, the first one is the rest of the last token so far."""
+        encoded = [encode_json(each) for each in taken]
+        last = self._last
+        if encoded and last is not None and goes_on:
+            rejoined = _part_of(last, bytes([*last["bytes"], *taken[0]["bytes"]]))
+            self.encoded[-1] = encode_json(rejoined)
+            taken = [rejoined, *taken[1:]]
+            self.encoded += encoded[1:]
+        else:
+            self.encoded += encoded
+        self._last = taken[-1] if taken else last
+        self.num_chars += sum(map(len, encoded))
+        return encoded
 
 
 class TextLogprobs:
@@ -44,8 +69,15 @@ class TextLogprobs:
             spelling = bytes(entry["bytes"])
             self._waiting.append(_Waiting(entry, spelling, each.token_id in self._special_ids))
 
-    def take(self, text: str) -> list[Entry]:
-        """Return the entries of a text that follows the previous one. Forgets the tokens before it."""
+    def take(self, text: str, whole: TextEntries) -> list[str]:
+        """Return the entries of a text that follows the previous one, encoded, and append them to those of the whole text.
+
+        Forgets the tokens before it. Rejoins a token that was cut between two texts.
+        """
+        taken = self._take(text)
+        return whole.add(taken, goes_on=self._goes_on)
+
+    def _take(self, text: str) -> list[Entry]:
         if not self._waiting:
             return []
         shown = [each for each in self._waiting if not each.is_special]
@@ -62,14 +94,6 @@ class TextLogprobs:
     def drop(self) -> None:
         """Forget the tokens so far: they became reasoning or a call."""
         self._waiting = []
-
-    def extend(self, whole: list[Entry], taken: Sequence[Entry]) -> None:
-        """Append the last entries to the earlier ones. Rejoins a token that was cut between them."""
-        if whole and taken and self._goes_on:
-            before = whole.pop()
-            whole.append(_part_of(before, bytes([*before["bytes"], *taken[0]["bytes"]])))
-            taken = taken[1:]
-        whole.extend(taken)
 
     def _cut(self, tokens: Sequence[_Waiting], start: int, end: int) -> list[Entry]:
         """Return the entries of the bytes from start to end, and keep the bytes after them."""

@@ -137,6 +137,27 @@ def test_log_probabilities_come_with_the_text(front: FrontProcess, client: opena
     assert [entry.token for event in deltas for entry in event.logprobs] == [entry.token for entry in entries]
 
 
+def test_many_log_probabilities_are_the_same_in_every_form(
+    front: FrontProcess, client: openai.OpenAI
+) -> None:
+    front.script("r-many", "abcdefgh" * 30)
+    asked: Any = {"include": ["message.output_text.logprobs"], "top_logprobs": 20}
+    whole = create(client, "r-many", **asked)
+    found = client.responses.retrieve(whole.id)
+    assert found == whole
+    streamed, followed = (
+        list(create(client, "r-many", stream=True, background=on, **asked)) for on in (False, True)
+    )
+    entries = whole.output[0].content[0].logprobs
+    assert len(entries) == 240 and len(entries[0].top_logprobs) == 20
+    for events in (streamed, followed):
+        text, part, item, ended = events[-4:]
+        assert text.text == whole.output_text
+        for same in (text.logprobs, part.part.logprobs, item.item.content[0].logprobs):
+            assert [each.to_dict() for each in same] == [each.to_dict() for each in entries]
+        assert ended.response.output == [item.item]
+
+
 @pytest.mark.parametrize("gap", [1, 3, 64])
 def test_log_probabilities_spell_the_text_and_nothing_else(
     front: FrontProcess, client: openai.OpenAI, gap: int

@@ -2,11 +2,14 @@
 
 import asyncio
 import gc
+import json
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from scheduler.policy.request import FinishReason
+from scheduler.policy.request import FinishReason, RequestOutput
 from server.api.blocks import DraftChunks
 from server.api.chat_turn import MessageParser, ReasoningCount
 from server.api.openai.responses.answer import ResponseDraft
@@ -132,7 +135,7 @@ def test_background_runs_of_one_owner_leave_places_for_others() -> None:
 
 
 def run_of(
-    response_id: str, answer: Answer, text_parser: PlainParser | None = None, owner: str = "me"
+    response_id: str, answer: Answer, text_parser: PlainParser | None = None, owner: str = "me", **how: Any
 ) -> BackgroundRun:
     draft = ResponseDraft(
         response_id,
@@ -146,7 +149,7 @@ def run_of(
     parser = MessageParser(
         text_parser or PlainParser(), ReasoningCount(len), max_calls=None, shows_reasoning=True
     )
-    return BackgroundRun(answer, DraftChunks(parser, draft), draft, owner)
+    return BackgroundRun(answer, DraftChunks(parser, draft), draft, owner, **how)
 
 
 def endless() -> Answer:
@@ -229,6 +232,37 @@ def test_events_are_forgotten_of_the_owner_that_has_most() -> None:
             runs._max_bytes = 7 * run.events.num_bytes // 2  # three runs fit
             await asyncio.sleep(0)
         assert [bool(runs.find(f"resp_{number}")) for number in range(5)] == [True, False, False, True, True]
+
+    asyncio.run(scenario())
+
+
+def test_a_cancellation_while_the_last_events_are_encoded_changes_nothing() -> None:
+    async def scenario() -> None:
+        has_begun, goes_on = asyncio.Event(), asyncio.Event()
+
+        async def run_long(work: Callable[[], list[bytes]]) -> list[bytes]:
+            has_begun.set()
+            await goes_on.wait()
+            return work()
+
+        answer = Answer("resp_1", lambda _answer: None)
+        generation = answer.add(ask_of(), 0, ByteDecoder())
+        run = run_of("resp_1", answer, run_long=run_long)
+        BackgroundRuns().start(run, lambda: None)
+        output = RequestOutput(request_id="r", token_ids=[97] * 70_000, finish_reason=FinishReason.STOP)
+        reason = generation.push(output)
+        assert reason is not None
+        generation.end(reason)
+        async with asyncio.timeout(10):
+            await has_begun.wait()
+            cancelling = asyncio.create_task(run.cancel())
+            await asyncio.sleep(0)
+            goes_on.set()
+            await cancelling
+        events = [json.loads(each.partition(b"data: ")[2]) for each in run.events.content.split(b"\n\n")[:-1]]
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        assert events[-1]["type"] == "response.completed"
+        assert events[-1]["response"]["output"][0]["content"][0]["text"] == "a" * 70_000
 
     asyncio.run(scenario())
 

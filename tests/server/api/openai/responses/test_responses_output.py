@@ -1,19 +1,24 @@
 """/v1/responses: the order of a stream's events, and that the events add up to the whole answer."""
 
+import asyncio
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from benchmarks.serving.paced_rank import logprobs_of
 from scheduler.policy.request import FinishReason
-from server.api.chat_turn import ReasoningCount
-from server.api.openai.responses.answer import ResponseDraft
+from server.api.blocks import DraftChunks, named_events
+from server.api.chat_turn import MessageParser, ReasoningCount
+from server.api.openai.responses.answer import ResponseDraft, ResponseStream
 from server.api.openai.responses.request import ResponsesRequest
 from server.api.openai.responses.text_logprobs import TextLogprobs
-from server.api.parsers.deltas import ContentDelta, Delta, ReasoningDelta, ToolCallDelta
-from server.front.generations import Piece
+from server.api.parsers.deltas import ContentDelta, Delta, PlainParser, ReasoningDelta, ToolCallDelta
+from server.api.streaming import EventSender
+from server.front.generations import Answer, Piece
 
 USAGE = {
     "input_tokens": 3,
@@ -25,7 +30,7 @@ USAGE = {
 ANY_EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 
-def draft_of(**fields: Any) -> ResponseDraft:
+def draft_of(logprobs: TextLogprobs | None = None, **fields: Any) -> ResponseDraft:
     body = ResponsesRequest.model_validate({"input": "hi", **fields})
     return ResponseDraft(
         "resp_1",
@@ -33,7 +38,7 @@ def draft_of(**fields: Any) -> ResponseDraft:
         "tiny",
         temperature=1.0,
         top_p=0.5,
-        logprobs=TextLogprobs(lambda entries: []),
+        logprobs=logprobs or TextLogprobs(lambda entries: []),
         usage=lambda: dict(USAGE),
     )
 
@@ -139,3 +144,49 @@ def test_an_empty_answer_is_a_response_without_items(reason: FinishReason) -> No
     events = stream(draft, reason=reason)
     assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
     assert len(events) == 3 and draft.response["output"] == [] and json.dumps(draft.response)
+
+
+class ThreadCount:
+    """A model that counts its long work."""
+
+    num_long = 0
+
+    async def run(self, work: Callable[[], Any], *, is_long: bool) -> Any:
+        self.num_long += is_long
+        return work()
+
+
+def test_long_events_are_encoded_in_a_thread_and_sent_in_pieces() -> None:
+    num_tokens, num_spelled, sent = 400, 0, list[bytes]()
+
+    def spell(entries: Any) -> list[dict[str, Any]]:
+        nonlocal num_spelled
+        num_spelled += len(entries)
+        top = [{"token": "x", "logprob": -1.5, "bytes": [120]}] * 20
+        return [{"token": "a", "bytes": [97], "top_logprobs": top} for _ in entries]
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b""))
+
+    async def scenario() -> None:
+        draft, model = draft_of(TextLogprobs(spell), top_logprobs=20), ThreadCount()
+        chunks = DraftChunks(MessageParser(PlainParser(), ReasoningCount(len)), draft)
+        stream = ResponseStream(Answer("resp_1", lambda _: None), chunks, draft, model)  # type: ignore[arg-type]
+        assert stream.is_short()
+        with EventSender(send, 15.0) as sender:
+            for number in range(num_tokens):
+                is_last = number == num_tokens - 1
+                piece = Piece("a", [97], [logprobs_of(97, 0)], FinishReason.STOP if is_last else None)
+                assert model.num_long == 0
+                await stream.send_pieces([(0, piece)], sender)
+        assert model.num_long == 1 and not stream.is_short()
+
+    asyncio.run(scenario())
+    assert num_spelled == num_tokens and max(map(len, sent)) < 1 << 19
+    events = [json.loads(each.split(b"data: ")[1]) for each in b"".join(sent).split(b"\n\n")[:-1]]
+    assert b"".join(sent) == named_events(events)
+    text, part, item, whole = events[-4:]
+    entries = text["logprobs"]
+    assert len(entries) == num_tokens and len(entries[0]["top_logprobs"]) == 20
+    assert entries == part["part"]["logprobs"] == item["item"]["content"][0]["logprobs"]
+    assert item["item"] == whole["response"]["output"][0]

@@ -16,6 +16,7 @@ from server.api.openai.responses.text_logprobs import TextLogprobs
 from server.api.parsers.arguments import ArgumentTypes
 from server.api.parsers.registry import Markup
 from server.front.generations import Answer, Piece
+from server.http.json_writer import json_bytes
 from tests.support.requests.answers import ask_of
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"th": "Look é."}}\n</tool_call>'
@@ -104,7 +105,7 @@ def answered(
             choice.end(reason)
         if turn % 2 or reason is not None:  # otherwise the reader is slow, and pieces merge
             events += feeding.feed(choice.take())
-    return events
+    return [json.loads(json_bytes(event)) for event in events]
 
 
 def spelled(entries: Sequence[dict[str, Any]]) -> str:
