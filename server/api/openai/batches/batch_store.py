@@ -18,6 +18,7 @@ from server.api.openai.batches.file_store import (
     not_written,
     passing_over,
     read_json,
+    remove_expired,
     write_json,
 )
 from server.front.errors import ApiError
@@ -229,24 +230,35 @@ class BatchStore:
         return self._directory / f"{batch.id}.output.jsonl", self._directory / f"{batch.id}.errors.jsonl"
 
     def expire(self) -> None:
-        """Drop ended batches that have expired. While there are too many, drop the oldest of the owner with the most."""
+        """Drop ended batches that have expired. While there are too many, drop the oldest of the owner with the most.
+
+        Log those that cannot be removed; the next call tries again.
+        """
         now_s = self._clock()
         if now_s >= self._grace_until_s:
-            for each in [each for each in self._batches.values() if each.has_ended]:
-                if max(each.times.values(), default=each.created_at) < now_s - LIFETIME_S:
-                    self._drop(each)
-        while self._number.is_over and (ended := [each for each in self._batches.values() if each.has_ended]):
-            # max returns the first, oldest batch of this owner.
-            self._drop(max(ended, key=lambda each: self._number.held_by(each.owner)))
+            least_s = now_s - LIFETIME_S
+            old = [
+                each for each in self._ended() if max(each.times.values(), default=each.created_at) < least_s
+            ]
+            remove_expired("batches", old, self._drop)
+        try:
+            while self._number.is_over and (ended := self._ended()):
+                # max returns the first, oldest batch of this owner.
+                self._drop(max(ended, key=lambda each: self._number.held_by(each.owner)))
+        except OSError as error:
+            _LOG.error("an ended batch cannot be removed now: %s", error)
+
+    def _ended(self) -> list[Batch]:
+        return [each for each in self._batches.values() if each.has_ended]
 
     def _remember(self, batch: Batch) -> None:
         self._batches[batch.id] = batch
         self._number.take(batch.owner, 1)
 
     def _drop(self, batch: Batch) -> None:
+        self._path_of(batch).unlink(missing_ok=True)
         del self._batches[batch.id]
         self._number.give_back(batch.owner, 1)
-        self._path_of(batch).unlink(missing_ok=True)
 
     def _path_of(self, batch: Batch) -> Path:
         return self._directory / f"{batch.id}.json"

@@ -235,18 +235,21 @@ class FileStore:
     def all_of(self, owner: str) -> list[StoredFile]:
         """Return an owner's files, unordered."""
         self.expire()
-        return [each for each in self._files.values() if each.owner == owner]
+        return [each for each in self._files.values() if each.owner == owner and not self._is_over(each)]
 
     def delete(self, file: StoredFile) -> None:
-        """Remove a file."""
+        """Remove a file.
+
+        Raises:
+            OSError: It cannot be removed, and stays.
+        """
+        self._remove(file.id)
         if self._files.pop(file.id, None) is not None:
             self._give_back(file)
-        self._remove(file.id)
 
     def expire(self) -> None:
-        """Remove expired files."""
-        for each in [each for each in self._files.values() if self._is_over(each)]:
-            self.delete(each)
+        """Remove expired files. Log those that cannot be removed; the next call tries again."""
+        remove_expired("files", [each for each in self._files.values() if self._is_over(each)], self.delete)
 
     def close(self) -> None:
         """Release the folder for another service."""
@@ -304,8 +307,9 @@ class FileStore:
         write_json(self.directory / (about.id + _ABOUT), asdict(about))
 
     def _remove(self, file_id: str) -> None:
-        if lent := self._lent.pop(file_id, None):
+        if lent := self._lent.get(file_id):
             lent.unlink(missing_ok=True)
+            del self._lent[file_id]
         for ending in (_ABOUT, _CONTENT):
             (self.directory / (file_id + ending)).unlink(missing_ok=True)
 
@@ -375,6 +379,18 @@ def page_of(
         "last_id": data[-1]["id"] if data else None,
         "has_more": len(found) > limit,
     }
+
+
+def remove_expired(kind: str, expired: Iterable[Item], remove: Callable[[Item], None]) -> None:
+    """Remove expired objects. Log how many cannot be removed, in one line."""
+    failures: list[OSError] = []
+    for each in expired:
+        try:
+            remove(each)
+        except OSError as error:
+            failures.append(error)
+    if failures:
+        _LOG.error("%d expired %s cannot be removed now: %s", len(failures), kind, failures[0])
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

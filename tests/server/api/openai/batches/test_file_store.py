@@ -194,6 +194,28 @@ def test_files_go_when_they_are_too_old_but_for_those_that_a_batch_reads(tmp_pat
     assert [each.id for each in files.all_of("me")] == [read.id]
 
 
+def test_an_expired_file_that_cannot_be_removed_is_hidden_and_removed_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    now_s = 1000.0
+    files = store(tmp_path, clock=lambda: now_s)
+    stuck, other = (add(files, lifetime_s=3600) for _ in range(2))
+    fail_to_remove(files.path_of(stuck.id))
+    now_s += 3600
+    assert not files.all_of("me") and not files.path_of(other.id).exists()
+    assert "1 expired files cannot be removed now" in caplog.text
+    assert files._bytes.held == stuck.num_bytes, "it is on the disk"
+    files.path_of(stuck.id).rmdir()
+    files.expire()
+    assert not files._bytes.held and [each.name for each in tmp_path.iterdir()] == ["lock"]
+
+
+def fail_to_remove(path: Path) -> None:
+    """Let unlink of this file raise OSError."""
+    path.unlink()
+    path.mkdir()
+
+
 @pytest.mark.parametrize(
     ("number", "status", "words"),
     [

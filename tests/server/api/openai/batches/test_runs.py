@@ -4,6 +4,7 @@ import asyncio
 import errno
 import json
 import os
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -17,11 +18,12 @@ from starlette.routing import Route
 
 from server.api.openai.batches import file_store
 from server.api.openai.batches.batch_store import WINDOW_S, Batch, BatchStatus, BatchStore
-from server.api.openai.batches.file_store import FileStore
+from server.api.openai.batches.file_store import LIFETIME_S, FileStore
 from server.api.openai.batches.input_lines import BatchLine
 from server.api.openai.batches.output_lines import BatchOutput
 from server.api.openai.batches.runs import MAX_ERRORS, MAX_LINES, BatchRuns, LinePlaces, num_choices
 from server.machine.steady_clock import GRACE_S
+from tests.server.api.openai.batches.test_file_store import fail_to_remove
 
 URL = "/v1/completions"
 TIMEOUT_S = 30.0
@@ -425,3 +427,45 @@ def test_a_flood_of_one_owner_s_batches_pushes_out_none_of_who_has_fewer(tmp_pat
     now_s += 40 * 86_400
     batches.expire()
     assert not batches.all_of("me") and not batches.all_of("flood")
+
+
+def test_batches_run_on_while_expired_files_and_batches_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("server.api.openai.batches.runs.SWEEP_S", WITHIN_S)
+
+    async def sweep(service: Service) -> None:
+        old = await service.begin("a")
+        await until(lambda: old.has_ended)
+        running = await service.begin("never")
+        await until(lambda: service.asked[-1] == "never")
+        service.files.is_read = lambda file_id: file_id == running.input_file_id
+        stuck = [service.files.path_of(str(old.output_file_id)), tmp_path / "batches" / f"{old.id}.json"]
+        for path in stuck:
+            fail_to_remove(path)
+        assert service.now_s is not None
+        running.closes_at = service.now_s + 2 * LIFETIME_S
+        service.now_s += LIFETIME_S + 1
+        await until(lambda: {"files", "batches"} == set(re.findall("1 expired (.*) cannot be", caplog.text)))
+        assert running.status == "in_progress" and service.room.num_taken == 1
+        for path in stuck:
+            path.rmdir()
+        await until(lambda: service.batches.all_of("") == [running])
+        assert [each.purpose for each in service.files._files.values()] == ["batch"]
+
+    asyncio.run(serving(Service(tmp_path, now_s=1000.0), sweep))
+
+
+def test_too_many_batches_that_cannot_be_removed_end_no_request(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    batches = BatchStore(tmp_path / "batches", max_batches=1)
+    about = {"endpoint": URL, "input_file_id": "f", "metadata": None, "answers_lifetime_s": 3600}
+    first = batches.create(owner="", **about)
+    batches.enter(first, BatchStatus.COMPLETED)
+    fail_to_remove(tmp_path / "batches" / f"{first.id}.json")
+    second = batches.create(owner="", **about)
+    assert batches.all_of("") == [first, second] and "cannot be removed now" in caplog.text
+    (tmp_path / "batches" / f"{first.id}.json").rmdir()
+    batches.expire()
+    assert batches.all_of("") == [second]
