@@ -89,10 +89,14 @@ def _given(
 def _returning(pools: Sequence[PoolState]) -> RoleChange | None:
     """Return the change of a pool that can have its first role again, or None."""
     is_calm = all(each.load.prompt_steps < SHORT_STEPS and each.load.kv_usage < ROOMY_SHARE for each in pools)
-    for each in pools if is_calm else ():
-        if each.role is not each.pool.role:
-            return RoleChange(each.pool.name, each.pool.role, "the load has passed")
-    return None
+    reason = "the load has passed"
+    changed = [each for each in pools if each.role is not each.pool.role] if is_calm else []
+    for each in changed:
+        if _missing_role({each.pool.role, *(other.role for other in pools if other is not each)}) is None:
+            return RoleChange(each.pool.name, each.pool.role, reason)
+    # Of two pools with swapped roles, one has to do both first.
+    pure = [each for each in changed if each.role is not Role.BOTH]
+    return RoleChange(pure[0].pool.name, Role.BOTH, reason) if pure else None
 
 
 class PoolRoles:

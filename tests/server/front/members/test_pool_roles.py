@@ -1,11 +1,26 @@
 """Roles of pools: what operators and the load change, and when the load changes nothing."""
 
+import contextlib
+from collections.abc import Collection
+from typing import NamedTuple
+
 import pytest
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
 
 from server.front.errors import ApiError
 from server.front.events import EventLog
-from server.front.members.pool_roles import HOLD_S, PAUSE_S, PoolRoles, PoolState, RoleBalance, RoleChange
+from server.front.members.pool_roles import (
+    HOLD_S,
+    PAUSE_S,
+    PoolRoles,
+    PoolState,
+    RoleBalance,
+    RoleChange,
+    _missing_role,
+)
 from server.front.routing.loads import PoolLoad
+from server.front.routing.router import Router
 from server.options.pools import Pool, Role, read_pools
 from tests.server.front.routing.test_moves import stats_of
 from tests.support.clock import Clock
@@ -45,6 +60,9 @@ def decided(pools: list[PoolState]) -> RoleChange | None:
         (states(("p", P, 0, 0), ("b", B, 0, 0.1), first="prefill decode"), ("b", D)),
         (states(("p", P, 2, 0), ("b", B, 0, 0.1), first="prefill decode"), None),
         (states(("p", B, 0, 0), ("b", B, 0, 0.1)), None),
+        (states(("p", D, 0, 0), ("d", P, 0, 0), ("e", P, 0, 0), first="prefill decode decode"), ("d", D)),
+        (states(("p", D, 0, 0), ("d", P, 0, 0), first="prefill decode"), ("p", B)),
+        (states(("p", B, 0, 0), ("q", P, 0, 0), first="prefill prefill"), None),
         (states(("p", P, 9, 0)), None),
     ],
 )
@@ -74,6 +92,77 @@ def roles_of(text: str, *, is_auto: bool = False) -> tuple[PoolRoles, Desk, Even
     desk, events, clock = Desk(num_ranks=pools[-1].ranks.stop), EventLog(), Clock()
     roles = PoolRoles(pools, desk.router, desk.moves, events, is_auto=is_auto, clock=clock)
     return roles, desk, events, clock
+
+
+class Period(NamedTuple):
+    """A time with one kind of load, and a change by an operator at its beginning, which may be refused."""
+
+    kind: str  # calm, prompts (they wait) or full (of KV)
+    weights: tuple[int, ...]  # by pool, from 0 to 3: orders the loads. 4 means that it does not serve.
+    change: tuple[int, Role] | None = None
+
+    def load_of(self, rank: int) -> PoolLoad:
+        weight = self.weights[rank]
+        if weight == 4:
+            return PoolLoad(0, 0, 0.0, 0.0)
+        loads = {"calm": (0.0, 0.0), "prompts": (20.0, weight / 10), "full": (weight / 4, 0.95)}
+        return PoolLoad(1, 0, *loads[self.kind])
+
+
+class LoadedRouter(Router):
+    """A router for pools of one rank, with the loads of a period."""
+
+    period: Period
+
+    def load_of(self, ranks: Collection[int]) -> PoolLoad:
+        (rank,) = ranks
+        return self.period.load_of(rank)
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> tuple[list[Role], list[Period]]:
+    """Draw the first roles of pools, and periods."""
+    first = draw(st.lists(st.sampled_from(Role), min_size=2, max_size=4))
+    assume(_missing_role({*first}) is None)
+    period = st.builds(
+        Period,
+        st.sampled_from(["prompts", "full", "calm"]),
+        st.tuples(*[st.integers(0, 4) for _ in first]),
+        st.none() | st.tuples(st.integers(0, len(first) - 1), st.sampled_from(Role)),
+    )
+    return first, draw(st.lists(period, min_size=3, max_size=8))
+
+
+@given(histories())
+@example(
+    (
+        [P, D, D],
+        [Period("prompts", (0, 0, 1)), Period("full", (0, 1, 1)), Period("prompts", (2, 1, 0))],
+    )
+)
+def test_no_load_makes_a_change_that_is_refused_and_roles_return_when_it_has_passed(
+    history: tuple[list[Role], list[Period]],
+) -> None:
+    first, periods = history
+    pools = [Pool(f"p{rank}", role, rank, 1) for rank, role in enumerate(first)]
+    router, clock, moves = LoadedRouter(len(pools)), Clock(), Desk().moves
+    roles = PoolRoles(pools, router, moves, EventLog(), is_auto=True, clock=clock)
+    for period in periods:
+        router.period = period
+        if period.change is not None:
+            with contextlib.suppress(ApiError):
+                roles.change(f"p{period.change[0]}", period.change[1])
+        balance_for(PAUSE_S + HOLD_S, roles, clock)
+    router.period = Period("calm", (0,) * len(pools))
+    balance_for((len(pools) + 2) * (PAUSE_S + HOLD_S), roles, clock)
+    assert [*roles.roles.values()] == first
+
+
+def balance_for(seconds: float, roles: PoolRoles, clock: Clock) -> None:
+    while seconds > 0:
+        seconds -= HOLD_S / 2
+        clock.sleep(HOLD_S / 2)
+        roles.balance()
 
 
 def test_an_operator_changes_a_role_and_sees_it() -> None:
