@@ -2,6 +2,7 @@
 
 A subfolder counts once its two files have been unchanged between two looks, so that a copy in progress is not read. A subfolder
 that is refused is reported once, and tried again when its files change. Names of adapters in other directories are left alone.
+If files cannot be read, as on a network file system, the log has a line for each new cause, and the next look tries again.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ class _Stamp(NamedTuple):
     modified_ns: int
 
 
-_Stamps = tuple[_Stamp, ...]
+_Stamps = tuple[_Stamp, ...]  # of the two files; () if they could never be read
 
 
 class AdapterFolder:
@@ -36,23 +37,42 @@ class AdapterFolder:
         self._folder, self._adapters, self._events = folder, adapters, events
         self._seen: dict[str, _Stamps] = {}  # at the last look
         self._settled: dict[str, _Stamps] = {}  # loaded or refused
+        self._troubles: set[str] = set()  # of the present look
+        self._known_troubles: set[str] = set()  # of the look before
 
     async def run(self) -> None:
         """Look forever."""
-        await asyncio.to_thread(self._folder.mkdir, parents=True, exist_ok=True)
+        has_folder = False
         while True:
-            await self.look()
+            try:
+                if not has_folder:
+                    await asyncio.to_thread(self._folder.mkdir, parents=True, exist_ok=True)
+                    has_folder = True
+                await self.look()
+            except OSError as error:
+                self._note_trouble(error)
+            self._known_troubles, self._troubles = self._troubles, set()
             await asyncio.sleep(LOOK_EVERY_S)
 
+    def _note_trouble(self, error: OSError) -> None:
+        """Log an error, unless the look before had the same one."""
+        if str(error) not in self._known_troubles | self._troubles:
+            _LOG.error("--lora-dir cannot be read: %s; retrying", error)
+        self._troubles.add(str(error))
+
     async def look(self) -> None:
-        """Load new and changed subfolders, and unload those that are gone."""
+        """Load new and changed subfolders, and unload those that are gone.
+
+        Raises:
+            OSError: The folder cannot be read. Nothing has changed.
+        """
         found = await asyncio.to_thread(self._stamps)
         for name in sorted(set(self._adapters.names) - found.keys()):
             if self._loaded(name) is not None:
                 self._adapters.unload(name)
         self._settled = {name: stamps for name, stamps in self._settled.items() if name in found}
         for name, stamps in found.items():
-            is_stable = self._seen.get(name) == stamps
+            is_stable = bool(stamps) and self._seen.get(name) == stamps
             if is_stable and self._settled.get(name) != stamps:
                 await self._load(name, stamps)
         self._seen = found
@@ -74,8 +94,14 @@ class AdapterFolder:
                 await self._adapters.load(
                     name, present.directory, replaces=True, is_pinned=present.is_pinned, owners=present.owners
                 )
+        except OSError as error:
+            self._note_trouble(error)
+            return
         except ApiError as error:
             if error.status >= 500:  # the ranks are away: the next look tries again
+                return
+            if (unreadable := _reading_error(error)) is not None:
+                self._note_trouble(unreadable)
                 return
             _LOG.warning("--lora-dir: %s is not served: %s", name, error.message)
             self._events.note(
@@ -89,7 +115,17 @@ class AdapterFolder:
             files = [entry / CONFIG_NAME, entry / WEIGHTS_NAME]
             try:
                 about = [file.stat() for file in files]
-            except OSError:  # not complete, or no adapter
+            except (FileNotFoundError, NotADirectoryError):  # not complete, or no adapter
+                continue
+            except OSError as error:
+                self._note_trouble(error)
+                found[entry.name] = self._seen.get(entry.name, ())
                 continue
             found[entry.name] = tuple(_Stamp(each.st_ino, each.st_size, each.st_mtime_ns) for each in about)
         return found
+
+
+def _reading_error(refusal: ApiError) -> OSError | None:
+    """Return the cause of a refusal if a file could not be read, which may pass. Otherwise, return None."""
+    cause = refusal.__cause__ and refusal.__cause__.__cause__
+    return cause if isinstance(cause, OSError) else None

@@ -5,6 +5,7 @@ Names may be given to another content, and two names may have the same.
 
 import asyncio
 import json
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +22,7 @@ from server.machine.whole_files import replace_text
 
 MAX_NAME_CHARS = 256
 FOLLOW_S = 10.0  # for other fronts to learn a name
+_LOG = logging.getLogger("wideep.front")
 
 
 class NamedAdapter(NamedTuple):
@@ -248,7 +250,10 @@ class Adapters(KnownAdapters):
                 each.name: _Kept(each.name, each.directory, each.is_pinned, each.owners)
                 for each in self._names.values()
             }
-            replace_text(self._kept, json.dumps([*kept.values()]))
+            try:
+                replace_text(self._kept, json.dumps([*kept.values()]))
+            except OSError as error:
+                _LOG.error("the names of adapters are not kept for a restart of the front: %s", error)
 
     def _read_kept(self) -> dict[str, "_Kept"]:
         if self._kept is None or not self._kept.exists():

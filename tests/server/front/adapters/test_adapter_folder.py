@@ -1,8 +1,13 @@
 """A watched folder: subfolders are loaded once they are complete, follow changes, and are unloaded when they are gone."""
 
+import asyncio
+import errno
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from server.front.adapters.folder import AdapterFolder
 from server.front.events import EventLog
@@ -72,7 +77,9 @@ async def test_a_name_that_was_loaded_in_another_way_is_left_alone(tmp_path: Pat
 
 
 @in_loop
-async def test_a_restarted_front_follows_the_subfolders_that_the_former_one_loaded(tmp_path: Path) -> None:
+async def test_a_restarted_front_follows_the_subfolders_that_the_former_one_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept = tmp_path / "kept.json"
     service, watch, folder = open_folder(tmp_path, kept=kept)
     for name in "abc":
@@ -87,9 +94,69 @@ async def test_a_restarted_front_follows_the_subfolders_that_the_former_one_load
     shutil.rmtree(folder / "b")
     events = EventLog()
     watch = AdapterFolder(folder, again.adapters, events)
+    make_stale(monkeypatch, "stat", folder / "c" / "adapter_model.safetensors")
     for _ in range(2):
         await watch.look()
     new, owned = again.adapters.find("a"), again.adapters.find("c")
     assert again.adapters.names == ("a", "c") and not events.to_json()
     assert old is not None and new is not None and new.digest != old.digest
     assert owned is not None and owned.owners == ("0f",), "the keys that may use it stay the same"
+
+
+def make_stale(
+    monkeypatch: pytest.MonkeyPatch, call: str, path: Path, *, num_times: int = 1
+) -> Callable[[], bool]:
+    """Let calls of a method of this path fail, as on a network file system. Returns whether they have failed."""
+    working, left = getattr(Path, call), [num_times]
+
+    def fail(self: Path, *arguments: Any, **how: Any) -> Any:
+        if self == path and left[0]:
+            left[0] -= 1
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        return working(self, *arguments, **how)
+
+    monkeypatch.setattr(Path, call, fail)
+    return lambda: not left[0]
+
+
+@in_loop
+async def test_a_folder_that_cannot_be_read_is_logged_once_and_watched_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("server.front.adapters.folder.LOOK_EVERY_S", 0.001)
+    service, watch, folder = open_folder(tmp_path)
+    write(folder / "a")
+    make_stale(monkeypatch, "mkdir", folder)
+    watching = asyncio.create_task(watch.run())
+    while not service.adapters.names:
+        await asyncio.sleep(0.001)
+    has_failed = make_stale(monkeypatch, "iterdir", folder, num_times=5)
+    write(folder / "b")
+    while len(service.adapters.names) < 2 and not watching.done():
+        await asyncio.sleep(0.001)
+    watching.cancel()
+    assert has_failed() and service.adapters.names == ("a", "b")
+    assert caplog.text.count("Stale file handle") == 2
+
+
+@pytest.mark.parametrize("call", ["stat", "open"])
+@in_loop
+async def test_a_subfolder_that_cannot_be_read_once_stays_and_holds_up_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
+) -> None:
+    service, watch, folder = open_folder(tmp_path)
+    write(folder / "a")
+    for _ in range(2):
+        await watch.look()
+    write(folder / "a", alpha=77)
+    write(folder / "b")
+    await watch.look()
+    before = service.adapters.find("a")
+    has_failed = make_stale(monkeypatch, call, folder / "a" / "adapter_model.safetensors")
+    await watch.look()
+    assert has_failed() and service.adapters.names == ("a", "b")
+    assert "Stale file handle" in caplog.text
+    for _ in range(2):
+        await watch.look()
+    after = service.adapters.find("a")
+    assert before is not None and after is not None and after.digest != before.digest

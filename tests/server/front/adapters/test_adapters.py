@@ -444,3 +444,18 @@ async def test_a_front_that_ends_while_it_starts_keeps_all_names(tmp_path: Path)
         await asyncio.sleep(0.001)
     starting.cancel()
     assert [name for name, *_ in json.loads(kept.read_text())] == ["a", "b"]
+
+
+@in_loop
+async def test_names_that_cannot_be_written_are_logged_and_served(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = tmp_path / "kept.json"
+    service = Service(tmp_path, kept=kept)
+    kept.mkdir()
+    await service.load("a", "b")
+    service.adapters.unload("a")
+    assert service.adapters.names == ("b",) and "are not kept for a restart of the front" in caplog.text
+    kept.rmdir()
+    await service.load("c")
+    assert [name for name, *_ in json.loads(kept.read_text())] == ["b", "c"]
