@@ -14,6 +14,7 @@ from moe.lora.adapter_config import CONFIG_NAME, WEIGHTS_NAME
 from server.front.adapters.registry import Adapters, NamedAdapter
 from server.front.errors import ApiError
 from server.front.events import EventLog
+from server.machine.tasks import logging_errors
 
 LOOK_EVERY_S = 2.0
 _LOG = logging.getLogger("wideep.front")
@@ -44,13 +45,14 @@ class AdapterFolder:
         """Look forever."""
         has_folder = False
         while True:
-            try:
-                if not has_folder:
-                    await asyncio.to_thread(self._folder.mkdir, parents=True, exist_ok=True)
-                    has_folder = True
-                await self.look()
-            except OSError as error:
-                self._note_trouble(error)
+            with logging_errors("the adapters cannot follow --lora-dir"):
+                try:
+                    if not has_folder:
+                        await asyncio.to_thread(self._folder.mkdir, parents=True, exist_ok=True)
+                        has_folder = True
+                    await self.look()
+                except OSError as error:
+                    self._note_trouble(error)
             self._known_troubles, self._troubles = self._troubles, set()
             await asyncio.sleep(LOOK_EVERY_S)
 

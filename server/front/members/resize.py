@@ -29,6 +29,7 @@ from server.front.members.readiness import why_no_change
 from server.front.members.resize_operation import Operation, ResizePhase, ResizeRecord
 from server.front.routing.moves import Moves
 from server.link.messages import DropPlacement, ReadExperts, ToRank
+from server.machine.tasks import start_task
 
 _LOG = logging.getLogger("wideep.front")
 POLL_S = 0.02  # while an operation waits
@@ -211,7 +212,7 @@ class Resize:
             operation.phase = ResizePhase.COMPLETED
             return operation
         self._running = operation
-        self._task = asyncio.create_task(self._run(operation))
+        self._task = start_task(self._run(operation), "resize")
         return operation
 
     def check(self, num_ranks: int) -> None:

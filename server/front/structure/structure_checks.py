@@ -13,13 +13,14 @@ import json
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from scheduler.policy.request import Structure
 from scheduler.structure.compiler import LoadVocabulary, vocabulary_to_json
 from server.front.errors import ApiError
 from server.front.helper_processes import kill_helper, start_helper
 from server.machine.roots import WIDEEP_COMMAND
+from server.machine.tasks import logging_errors
 
 CHECKER_COMMAND = (*WIDEEP_COMMAND, "structure-checker")
 QUICK_CPU_S = 0.05  # most compile in a millisecond, a schema of 500 properties in twenty
@@ -130,18 +131,21 @@ class StructureChecks:
 
     async def _read(self, answers: asyncio.StreamReader) -> None:
         """Distribute answers until the process ends. Requests that still wait then fail and are not retried."""
-        while line := await answers.readline():
-            told = json.loads(line)
-            waiting = self._waiting.pop(told["number"], None)
-            if waiting is None or waiting.done():
-                continue
-            if told.get("is_unknown"):  # not cached: it may be valid
-                waiting.set_exception(ApiError(503, _UNKNOWN, headers={"Retry-After": "1"}))
-            else:
-                waiting.set_result(_Answer(told["why_not"], told["is_slow"]))
+        with logging_errors("an answer of the process that checks structures is invalid"):
+            while line := await answers.readline():
+                self._distribute(json.loads(line))
         for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_exception(ApiError(503, "The process that checks structures ended. Try again."))
+
+    def _distribute(self, told: dict[str, Any]) -> None:
+        waiting = self._waiting.pop(told["number"], None)
+        if waiting is None or waiting.done():
+            return
+        if told.get("is_unknown"):  # not cached: it may be valid
+            waiting.set_exception(ApiError(503, _UNKNOWN, headers={"Retry-After": "1"}))
+        else:
+            waiting.set_result(_Answer(told["why_not"], told["is_slow"]))
 
 
 @contextlib.asynccontextmanager

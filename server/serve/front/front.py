@@ -40,6 +40,7 @@ from server.link.messages import (
     StepOutput,
 )
 from server.link.ranks import RankLost, Ranks
+from server.machine.tasks import start_task
 from server.options.pools import Pool
 from server.options.table import Options
 from server.serve.children import END_NOW_SIGNAL
@@ -146,7 +147,8 @@ class Front:
         self._lost = lost
         self._service.events.note("took_over", "the node of the leading front is lost, and the standby leads")
         ended = lambda: _LOG.warning("the former leading front was reached again, and ends")  # noqa: E731
-        self._ending_first = asyncio.create_task(keep_ending(first, self._options.cluster_key, ended))
+        ending = keep_ending(first, self._options.cluster_key, ended)
+        self._ending_first = start_task(ending, "end of the former leading front")
 
     def _on_size(self, num_ranks: int, most: int) -> None:
         """Follow a resize. `most`: ranks that may attach."""

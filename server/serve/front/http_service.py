@@ -4,6 +4,7 @@ The front (`front_main`) binds its sockets, then imports this module by name, wi
 """
 
 import asyncio
+import logging
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -60,6 +61,7 @@ from server.http.retries.kept_answers import KeptAnswers
 from server.http.wire.http_server import GRACE_S, HttpServer, connection_bound
 from server.link.ranks import Ranks
 from server.machine.steady_clock import SteadyClock
+from server.machine.tasks import logging_errors, start_task
 from server.machine.versions import version_of
 from server.options.adapters import modules_of
 from server.options.table import HttpOptions, Options
@@ -71,6 +73,7 @@ from server.serve.standby.leading import CopiedFirst, KeptFiles
 
 # The name is SGLang's, so that scripts written for it find their files.
 _RECORD_VARIABLE = "SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR"
+_LOG = logging.getLogger("wideep.front")
 
 
 class HttpService:
@@ -262,20 +265,23 @@ class HttpService:
     async def serve(self, listener: socket.socket) -> None:
         """Serve HTTP on a bound socket until `stop` is called."""
         service, fronts = self._service, self._service.fronts
-        tasks = [asyncio.create_task(self._keep_ticking()), asyncio.create_task(self._left_runs.resume())]
+        tasks = [
+            start_task(self._keep_ticking(), "ticker"),
+            start_task(self._left_runs.resume(), "background responses"),
+        ]
         if service.leads:
-            tasks.append(asyncio.create_task(self._batch_runs.serve()))
+            tasks.append(start_task(self._batch_runs.serve(), "batches"))
         if self._run_copies is not None:
-            tasks.append(asyncio.create_task(self._run_copies.serve()))
+            tasks.append(start_task(self._run_copies.serve(), "copies of background responses"))
         if self._model.images is not None:
-            tasks.append(asyncio.create_task(self._model.images.encoder.start()))
+            tasks.append(start_task(self._model.images.encoder.start(), "start of the image encoder"))
         if self._options.enable_eplb and service.leads:
             service.pools.balance()
         starting = asyncio.create_task(self._start_adapters())
         tasks.append(starting)
         serving = [self._server.serve(sockets=[listener])]
         if fronts is not None and self._inner is not None:
-            tasks.append(asyncio.create_task(fronts.keep_looking(service.look)))
+            tasks.append(start_task(fronts.keep_looking(service.look), "several fronts"))
             serving.append(self._inner.serve(sockets=[fronts.bind_inner()]))
         try:
             await asyncio.gather(*serving)
@@ -306,7 +312,9 @@ class HttpService:
             )
             if self._options.lora_dir is not None:
                 await AdapterFolder(Path(self._options.lora_dir), service.adapters, service.events).run()
-        except ApiError:
+        except Exception as error:
+            if not isinstance(error, ApiError):
+                _LOG.exception("the adapters of the start cannot be loaded")
             self.stop(0)
             raise
 
@@ -315,11 +323,13 @@ class HttpService:
         service = self._service
         while True:
             await asyncio.sleep(EVERY_S)
-            self._throughput.tick(logs=self._options.log.stats and service.leads)
-            if service.fronts is not None:
-                service.fronts.exchange_speed()
+            with logging_errors("cannot sample the throughput"):
+                self._throughput.tick(logs=self._options.log.stats and service.leads)
+                if service.fronts is not None:
+                    service.fronts.exchange_speed()
             if service.leads:
-                service.roles.balance()
+                with logging_errors("the roles of pools cannot follow the load"):
+                    service.roles.balance()
 
     def stop(self, grace_s: float = GRACE_S) -> None:
         """Make `serve` return soon: accept no connections, and allow `grace_s` for responses being sent.

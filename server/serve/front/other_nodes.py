@@ -26,6 +26,7 @@ from server.http.several.forwarding import WAIT_S
 from server.link.front_peers import FrontPeer, PeerLostError, stream_to
 from server.link.messages import BoardChange, MirrorOf, Tunnel, TunnelBytes
 from server.link.ranks import PeerStream
+from server.machine.tasks import logging_errors
 
 EVERY_S = 0.02  # between two looks at changes of the board
 _ALL_EVERY_S = 0.25  # the same for prefixes, sessions and the counts of connections by address
@@ -145,11 +146,9 @@ class OtherNodes:
             now_s = time.monotonic()
             is_due, beats = now_s - all_s >= _ALL_EVERY_S, now_s - sent_s >= _BEAT_S
             all_s = now_s if is_due else all_s
-            try:
+            with logging_errors("cannot send the changes of this node's fronts"):
                 sent_s = now_s if self._send_changes(mirror, of_all=is_due, beats=beats) else sent_s
                 self._look_for_lost(mirror, now_s)
-            except Exception:  # noqa: BLE001 - without this task the other nodes would count this one as lost
-                _LOG.exception("cannot send the changes of this node's fronts")
             await asyncio.sleep(EVERY_S)
 
     def _send_changes(self, mirror: Mirror, *, of_all: bool, beats: bool) -> bool:
@@ -172,16 +171,15 @@ class OtherNodes:
         """Send this node's board to another node, over successive streams."""
         address = self._fronts.first_address(node)
         while True:
-            try:
-                await self._reach(node, address)
-                async with self._stream_to(address, MirrorOf(self._fronts.node)) as peer:
-                    await self._send_all(mirror, node, peer)
-            except OSError as error:
-                _LOG.debug("no stream to the fronts of node %d: %s", node, error)
-            except Exception:  # noqa: BLE001 - without this task that node would count this one as lost
-                _LOG.exception("cannot send to the fronts of node %d", node)
-            finally:
-                self._outboxes.pop(node, None)
+            with logging_errors(f"cannot send to the fronts of node {node}"):
+                try:
+                    await self._reach(node, address)
+                    async with self._stream_to(address, MirrorOf(self._fronts.node)) as peer:
+                        await self._send_all(mirror, node, peer)
+                except OSError as error:
+                    _LOG.debug("no stream to the fronts of node %d: %s", node, error)
+                finally:
+                    self._outboxes.pop(node, None)
             await asyncio.sleep(_RETRY_S)
 
     async def _reach(self, node: int, address: str) -> None:

@@ -30,6 +30,7 @@ from server.front.members.membership import Epochs, Phase
 from server.front.members.readiness import why_no_change
 from server.link.messages import Fault, PlacementUpdate, RankFacts, Regrouped, Served
 from server.link.ranks import PoolRanks, Ranks
+from server.machine.tasks import logging_errors
 from server.options.pools import Pool
 from server.options.table import Options
 
@@ -296,10 +297,8 @@ class PoolFronts:
 async def _keep_balancing(placement: PlacementControl) -> None:
     """Rebalance a pool's experts. After an error, log it and start again after a pause."""
     while True:
-        try:
+        with logging_errors(f"expert rebalancing failed; retrying in {_BALANCING_PAUSE_S:g} s"):
             await placement.run()
-        except Exception:  # noqa: BLE001 - nothing else handles errors of this task
-            _LOG.exception("expert rebalancing failed; retrying in %g s", _BALANCING_PAUSE_S)
         await asyncio.sleep(_BALANCING_PAUSE_S)
 
 

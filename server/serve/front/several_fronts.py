@@ -35,6 +35,7 @@ from server.http.several.forwarding import LEADER, PASSED_ON, Forwarding, Owners
 from server.http.several.merged_metrics import FETCH_S, ServiceMetrics
 from server.http.several.shared_speed import SharedSpeed
 from server.link.ranks import Ranks
+from server.machine.tasks import logging_errors
 from server.options.pools import Pool
 from server.options.table import Options
 from server.serve.front.other_nodes import OtherNodes
@@ -182,10 +183,8 @@ class FrontOfSeveral:
     async def keep_looking(self, look: Callable[[], None]) -> None:
         """Call `look` periodically, until cancelled."""
         while True:
-            try:
+            with logging_errors("cannot follow the service"):
                 look()
-            except Exception:  # noqa: BLE001 - without this task the front would follow nothing
-                _LOG.exception("cannot follow the service")
             await asyncio.sleep(POLL_S)
 
     def look(self) -> None:

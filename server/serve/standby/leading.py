@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import grpc.aio
 import numpy as np
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -23,7 +24,6 @@ from server.front.several.seat import FOLDER
 from server.http.errors import route_path
 from server.link.messages import Copied, FileGone, FilePart, Follow, ServiceEnds
 from server.link.ranks import PeerStream
-from server.link.seal import SealError
 from server.machine.folder_watch import FolderWatch, status_of
 from server.machine.whole_files import replace_text
 
@@ -99,7 +99,9 @@ class KeptFiles:
                 task.cancel()
             self._lose(stream)  # before the next await, where gRPC may cancel this once more
             for result in await asyncio.gather(*tasks, return_exceptions=True):
-                if isinstance(result, SealError | OSError | ValueError | LookupError | TypeError):
+                if isinstance(result, Exception) and not isinstance(
+                    result, grpc.RpcError | grpc.aio.BaseError
+                ):
                     _LOG.error("the standby cannot follow: %s: %s", type(result).__name__, result)
 
     def note_rank(self, rank: int, node: str) -> None:

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+from server.machine.tasks import logging_errors
 from server.serve.standby.first_front import (
     RETRY_S,
     FileCopies,
@@ -79,6 +80,10 @@ async def wait_for_leading(folder: Path, *, now: asyncio.Event) -> FirstFront | 
 
 async def keep_ending(first: FirstFront, cluster_key: bytes | None, on_ended: Callable[[], None]) -> None:
     """End the former leading front as soon as it can be reached: only the link to its node was cut."""
-    while not await asyncio.to_thread(end_first, first, cluster_key):
-        await asyncio.sleep(_END_EVERY_S)
+    has_ended = False
+    while not has_ended:
+        with logging_errors("cannot end the former leading front; retrying"):
+            has_ended = await asyncio.to_thread(end_first, first, cluster_key)
+        if not has_ended:
+            await asyncio.sleep(_END_EVERY_S)
     on_ended()

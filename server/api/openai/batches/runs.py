@@ -30,6 +30,7 @@ from server.front.errors import bad_request
 from server.http.exchanges import answering_line
 from server.http.json_text import trouble_with_nesting
 from server.http.json_writer import long_json_bytes
+from server.machine.tasks import logging_errors
 
 SHARE = 4  # batches get one in SHARE of the choices that ranks run at once
 MAX_LINES = 50_000  # OpenAI's
@@ -116,8 +117,9 @@ class BatchRuns:
                 self.start(batch)
             while True:
                 await asyncio.sleep(SWEEP_S)
-                self._files.expire()
-                self._batches.expire()
+                with logging_errors("expired files and batches cannot be removed now"):
+                    self._files.expire()
+                    self._batches.expire()
         finally:
             for task in self._tasks.values():
                 task.cancel()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from server.api.openai.responses.run_copies import RunCopies
+from server.machine.tasks import logging_errors
 from server.machine.whole_files import replace_text
 
 FOLDER = "background"  # as in `folder_of`
@@ -94,16 +95,15 @@ class LeftRuns:
     async def resume(self) -> None:
         """Run those again that an earlier front left, and later ones, until cancelled."""
         if self._copies is not None:
-            self._copies.claim(run.response_id for run in read_runs(self._directory))
+            with logging_errors("the leading front does not learn which background responses are here"):
+                self._copies.claim(run.response_id for run in read_runs(self._directory))
         async with asyncio.TaskGroup() as group:
             while True:
                 group.create_task(self._resume(await self._found.get()))
 
     async def _resume(self, run: LeftRun) -> None:
-        try:
+        with logging_errors(f"cannot run background response {run.response_id} again"):
             await self.run_again(run)
-        except Exception:  # noqa: BLE001 - the others must run
-            _LOG.exception("cannot run background response %s again", run.response_id)
 
 
 def read_runs(directory: Path) -> Iterator[LeftRun]:

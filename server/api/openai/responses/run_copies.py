@@ -15,8 +15,11 @@ from typing import NamedTuple
 
 import httpx
 
+from server.machine.tasks import logging_errors
+
 PATH = "/left_runs"  # on the socket for other fronts: PATH/FRONT/RESPONSE, and PATH/FRONT for the ids of all its runs
 KEPT, TAKEN, FULL = 204, 409, 507  # answers of the leading front
+_NOT_SENT = 0  # instead of an answer
 _RETRY_S = 0.1
 _LOG = logging.getLogger("wideep.front")
 
@@ -55,16 +58,22 @@ class RunCopies:
         """Send what is to be sent, until cancelled. While the leading front does not answer, try again."""
         while True:
             order = await self._orders.get()
-            url = f"http://localhost{order.path}"
-            while True:
-                try:
-                    response = await self._ask(httpx.Request(order.method, url, content=order.content))
-                    break
-                except httpx.HTTPError:
-                    await asyncio.sleep(_RETRY_S)
-            await response.aclose()
+            status = _NOT_SENT
+            with logging_errors("cannot send background responses to the leading front"):
+                status = await self._carry_out(order)
             if not order.status.cancelled():
-                order.status.set_result(response.status_code)
+                order.status.set_result(status)
+
+    async def _carry_out(self, order: _Order) -> int:
+        url = f"http://localhost{order.path}"
+        while True:
+            try:
+                response = await self._ask(httpx.Request(order.method, url, content=order.content))
+                break
+            except httpx.HTTPError:
+                await asyncio.sleep(_RETRY_S)
+        await response.aclose()
+        return response.status_code
 
     def _send(self, method: str, path: str, content: str = "") -> asyncio.Future[int]:
         status = asyncio.get_running_loop().create_future()

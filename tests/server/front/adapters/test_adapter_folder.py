@@ -160,3 +160,25 @@ async def test_a_subfolder_that_cannot_be_read_once_stays_and_holds_up_no_other(
         await watch.look()
     after = service.adapters.find("a")
     assert before is not None and after is not None and after.digest != before.digest
+
+
+@in_loop
+async def test_a_folder_is_watched_on_after_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("server.front.adapters.folder.LOOK_EVERY_S", 0.001)
+    service, watch, folder = open_folder(tmp_path)
+    write(folder / "a")
+    working, errors = watch.look, [ZeroDivisionError()]
+
+    async def look() -> None:
+        if errors:
+            raise errors.pop()
+        await working()
+
+    monkeypatch.setattr(watch, "look", look)
+    watching = asyncio.create_task(watch.run())
+    while not service.adapters.names:
+        await asyncio.sleep(0.001)
+    watching.cancel()
+    assert "the adapters cannot follow --lora-dir" in caplog.text

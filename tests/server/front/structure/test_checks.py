@@ -182,6 +182,33 @@ for number, line in enumerate(sys.stdin):
 """
 
 
+TALKATIVE = """
+import json, pathlib, sys
+sys.stdin.readline()
+print('"ready"', flush=True)
+is_first = not pathlib.Path(sys.argv[1]).exists()
+pathlib.Path(sys.argv[1]).touch()
+for line in sys.stdin:
+    if is_first:
+        print("a library's warning", flush=True)
+    else:
+        answer = {"number": json.loads(line)["number"], "why_not": None, "is_slow": False, "is_unknown": False}
+        print(json.dumps(answer), flush=True)
+"""
+
+
+def test_a_checker_with_an_invalid_answer_is_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def work(checks: StructureChecks) -> None:
+        with pytest.raises(ApiError, match="The process that checks structures ended"):
+            await checks.why_not(Structure("regex", "a"))
+        assert await checks.why_not(Structure("regex", "a")) is None
+
+    with_checks(work, command=(sys.executable, "-c", TALKATIVE, str(tmp_path / "begun")))
+    assert "an answer of the process that checks structures is invalid" in caplog.text
+
+
 def test_what_the_machine_ends_is_a_503_and_not_remembered() -> None:
     async def work(checks: StructureChecks) -> None:
         with pytest.raises(ApiError, match=r"short of time or memory\. Try again") as caught:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock, Mock
 
+import grpc.aio
 import numpy as np
 import pytest
 from starlette.types import Message, Receive, Scope, Send
@@ -19,7 +20,7 @@ from starlette.types import Message, Receive, Scope, Send
 from server.link.messages import Copied, FileGone, FilePart, Follow, KeptFile
 from server.link.rank_link import LinkError
 from server.link.ranks import Ranks
-from server.serve.standby import first_front
+from server.serve.standby import first_front, waiting
 from server.serve.standby.first_front import (
     FileCopies,
     FirstFront,
@@ -320,6 +321,22 @@ async def test_a_stream_that_is_cancelled_twice_is_noted_as_lost(tmp_path: Path)
     await leading.close()
 
 
+@in_a_loop
+async def test_an_error_that_ends_a_stream_is_logged_unless_it_is_grpc_s(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    leading = Leading(tmp_path / "first")
+    for error in (grpc.aio.UsageError("it has ended"), ZeroDivisionError("it divides")):
+        (leading.folder / "a").write_text("content")
+        await leading.files.serve(
+            Mock(first=Follow([]), send=AsyncMock(side_effect=error), received=lambda: _silence())
+        )
+    assert [record.getMessage() for record in caplog.records if "cannot follow" in record.getMessage()] == [
+        "the standby cannot follow: ZeroDivisionError: it divides"
+    ]
+    await leading.close()
+
+
 async def _silence() -> AsyncIterator[object]:
     await asyncio.Event().wait()
     yield None
@@ -354,6 +371,18 @@ async def test_a_standby_that_leads_ends_the_former_front(tmp_path: Path) -> Non
     assert ended == [True]
     await leading.close()
     assert not await asyncio.to_thread(end_first, leading.first, KEY)
+
+
+@in_a_loop
+async def test_a_standby_tries_again_to_end_the_former_front_after_an_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(waiting, "_END_EVERY_S", 0.001)
+    monkeypatch.setattr(waiting, "end_first", Mock(side_effect=[ValueError("no message"), False, True]))
+    on_ended = Mock()
+    await waiting.keep_ending(FirstFront("", "", Endpoint("", 0)), None, on_ended)
+    on_ended.assert_called_once_with()
+    assert "ValueError: no message" in caplog.text
 
 
 def part(path: str, offset: int, content: bytes, *, is_last: bool = True) -> FilePart:

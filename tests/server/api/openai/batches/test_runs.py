@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from starlette.applications import Starlette
@@ -469,3 +470,19 @@ def test_too_many_batches_that_cannot_be_removed_end_no_request(
     (tmp_path / "batches" / f"{first.id}.json").rmdir()
     batches.expire()
     assert batches.all_of("") == [second]
+
+
+def test_batches_run_on_after_an_error_in_the_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("server.api.openai.batches.runs.SWEEP_S", WITHIN_S)
+
+    async def sweep(service: Service) -> None:
+        running = await service.begin("never")
+        expire = Mock(side_effect=ZeroDivisionError)
+        monkeypatch.setattr(service.files, "expire", expire)
+        await until(lambda: expire.call_count > 1 and service.asked == ["never"])
+        assert running.status == "in_progress"
+
+    asyncio.run(serving(Service(tmp_path), sweep))
+    assert "expired files and batches cannot be removed now" in caplog.text

@@ -2,10 +2,13 @@
 
 import asyncio
 import contextlib
+import errno
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import httpx
+import pytest
 
 from server.api.openai.responses.left_runs import FOLDER, LeftRun, LeftRuns
 from server.api.openai.responses.run_copies import RunCopies
@@ -22,6 +25,7 @@ class Leader:
         self.left = LeftRuns(self.kept / FOLDER)
         self.others = RunsOfOthers(self.kept, self.left)
         self.num_refusals = 0  # connections that it refuses from now on
+        self.error: Exception | None = None  # of the next request
         self._client = httpx.AsyncClient(transport=httpx.ASGITransport(self.others))
         self.copies = RunCopies(self._ask, 3)
         self.runs = LeftRuns(self.own, self.copies)
@@ -32,6 +36,9 @@ class Leader:
         if self.num_refusals:
             self.num_refusals -= 1
             raise httpx.ConnectError("it is being restarted")
+        if self.error is not None:
+            error, self.error = self.error, None
+            raise error
         return await self._client.send(request)
 
     async def _run(self, run: LeftRun) -> None:
@@ -120,3 +127,31 @@ def test_a_full_disk_of_the_leading_front_only_warns(tmp_path: Path) -> None:
         assert not await leader.runs.is_taken(run_named("resp_a"))
 
     run(check, tmp_path)
+
+
+def test_later_runs_are_copied_after_an_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def check(leader: Leader) -> None:
+        leader.error = RuntimeError("it is closed")
+        assert not await leader.runs.is_taken(run_named("resp_a"))
+        await leader.runs.copy(run_named("resp_b"))
+        assert leader.copied == ["resp_b"]
+
+    run(check, tmp_path)
+    assert "RuntimeError: it is closed" in caplog.text
+
+
+def test_a_front_runs_its_runs_again_even_if_their_files_cannot_be_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def check(leader: Leader) -> None:
+        leader.runs.note(run_named("resp_a"))
+        again = LeftRuns(leader.own, leader.copies)
+        again.run_again = leader._run
+        monkeypatch.setattr(Path, "glob", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+        resuming = asyncio.create_task(again.resume())
+        await settled()
+        resuming.cancel()
+        assert leader.run_here == [run_named("resp_a")]
+
+    run(check, tmp_path)
+    assert "Input/output error" in caplog.text
