@@ -88,7 +88,7 @@ class ShortRoute(APIRoute):
         super().__init__(path, endpoint, **settings)
         parameters = inspect.signature(endpoint, eval_str=True).parameters
         self._call = endpoint
-        self._unknown: set[str] = set()  # fields that were logged
+        self._unknown: set[str] = set()  # the first _SEEN_CHARS characters of fields that were logged
         self._body = parameters.get("body")
         self._request = next(
             (name for name, each in parameters.items() if each.annotation is HttpRequest), None
@@ -135,8 +135,9 @@ class ShortRoute(APIRoute):
     def _note_unknown(self, names: Iterable[str]) -> None:
         """Log each unknown field once: a misspelled `temprature` is ignored, and the client does not notice."""
         for name in names:
-            if len(self._unknown) < _MOST_UNKNOWN and name not in self._unknown:
-                self._unknown.add(name)
+            begin = name[:_SEEN_CHARS]
+            if len(self._unknown) < _MOST_UNKNOWN and begin not in self._unknown:
+                self._unknown.add(begin)
                 _LOG.info("%s ignores the unknown field %s", self.path, _QUOTE.repr(name))
 
 

@@ -1,6 +1,7 @@
 """Routes: an endpoint's arguments, refusals before it is called, and answers to its failures."""
 
 import asyncio
+import sys
 from typing import Any
 
 import httpx
@@ -15,7 +16,7 @@ from server.front.generations import ClientGone
 from server.http.app import build_app
 from server.http.exchanges import HttpExchange
 from server.http.guards import ApiKeys
-from server.http.routes import new_router
+from server.http.routes import ShortRoute, new_router
 from server.options.table import HttpOptions
 from tests.support.requests.asgi import ask
 
@@ -92,22 +93,37 @@ def test_a_body_that_may_be_left_out(content: bytes, number: Any) -> None:
         assert response.json() == {"number": number}
 
 
+class Known(BaseModel):
+    """A body with unknown fields."""
+
+    model_config = ConfigDict(extra="allow")
+    number: int = 0
+
+
+async def take(body: Known) -> dict[str, int]:
+    return {"number": body.number}
+
+
 def test_an_unknown_field_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    class Known(BaseModel):
-        model_config = ConfigDict(extra="allow")
-        number: int = 0
-
     router = new_router()
-
-    @router.post("/x")
-    async def take(body: Known) -> dict[str, int]:
-        return {"number": body.number}
-
+    router.post("/x")(take)
     client = TestClient(build_app([router], version="0", keys=ApiKeys()))
     with caplog.at_level("INFO", logger="wideep"):
         for _ in range(2):
             assert client.post("/x", json={"number": 1, "temprature\n": 1}).status_code == 200
     assert [each.getMessage() for each in caplog.records] == [r"/x ignores the unknown field 'temprature\n'"]
+
+
+def test_long_names_of_unknown_fields_are_not_kept(caplog: pytest.LogCaptureFixture) -> None:
+    route = ShortRoute("/x", take, methods=["POST"])
+    router = new_router()
+    router.routes.append(route)
+    client = TestClient(build_app([router], version="0", keys=ApiKeys()))
+    with caplog.at_level("INFO", logger="wideep"):
+        for number in range(120):
+            assert client.post("/x", json={f"{number}{'x' * 2_000}": 1}).status_code == 200
+    assert len(caplog.records) == 100 and all(len(each.getMessage()) < 200 for each in caplog.records)
+    assert sum(map(sys.getsizeof, route._unknown)) < 100 * 200
 
 
 def test_parameters_of_path_and_query_come_too() -> None:
