@@ -74,7 +74,9 @@ class IdempotentAnswers:
 
     async def _answer(self, asked: "_Asked", scope: Scope, receive: Receive, send: Send) -> None:
         name, fingerprint = asked.name, asked.fingerprint
-        used_for = self._kept.fingerprint_of(name)
+        recording, is_again = self._open.get(name), True
+        # The key may be forgotten while its answer is generated.
+        used_for = self._kept.fingerprint_of(name) if recording is None else recording.fingerprint
         if used_for is not None and used_for != fingerprint:
             raise ApiError(
                 422,
@@ -87,7 +89,6 @@ class IdempotentAnswers:
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             await send({"type": "http.response.body", "body": whole.body})
             return
-        recording, is_again = self._open.get(name), True
         if recording is None:
             recording, is_again = self._begin(asked, scope, await receive()), False
         await recording.play(receive, send, (_REPLAYED,) if is_again else ())
@@ -110,6 +111,7 @@ class IdempotentAnswers:
             request,
             self._hold_s,
             asked.owner,
+            fingerprint,
             on_too_long=lambda: self._drop(name),
             on_unread=self._bound_unread,
         )
@@ -205,13 +207,14 @@ class _Recording:
         request: Message,
         hold_s: float,
         owner: str,
+        fingerprint: str,
         *,
         on_too_long: Callable[[], None],
         on_unread: Callable[[str], None],
     ) -> None:
         """Args: on_unread is called with the owner when the last reader leaves before the end."""
         self.making: asyncio.Task[None] | None = None
-        self.owner = owner
+        self.owner, self.fingerprint = owner, fingerprint
         self.unread_since_s: float | None = None  # by the event loop's clock; None if it is read, or ends
         self._request: Message | None = request
         self._hold_s, self._on_too_long, self._on_unread = hold_s, on_too_long, on_unread

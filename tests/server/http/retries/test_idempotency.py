@@ -21,7 +21,7 @@ from server.http.exchanges import ExchangeWatch, draw_seed, seeds_from
 from server.http.guards import ApiKeys
 from server.http.retries import idempotency, kept_answers
 from server.http.retries.idempotency import IdempotentAnswers
-from server.http.retries.kept_answers import MAX_AGE_S, KeptAnswers, WholeAnswer
+from server.http.retries.kept_answers import MAX_AGE_S, MAX_KEYS, KeptAnswers, WholeAnswer
 from server.options.table import HttpOptions
 from tests.support.requests.asgi import client_of
 
@@ -69,15 +69,18 @@ async def _gone(http: HttpRequest) -> None:
         pass
 
 
-def app_of(model: Model, folder: Path, *, keys: ApiKeys | None = None, **how: Any) -> ASGIApp:
+def app_of(
+    model: Model, folder: Path, *, keys: ApiKeys | None = None, max_keys: int = MAX_KEYS, **how: Any
+) -> ASGIApp:
     """Return a front that keeps answers in `folder`."""
+    kept = KeptAnswers(folder, max_keys=max_keys)
     routes = Starlette(routes=[Route(path, model.answer, methods=["POST"]) for path in (PATH, "/tokenize")])
     return build_app(
         [],
         version="0",
         keys=keys or ApiKeys(),
         http=HttpOptions(),
-        answer_once=lambda _: IdempotentAnswers(routes, KeptAnswers(folder), "secret", **how),
+        answer_once=lambda _: IdempotentAnswers(routes, kept, "secret", **how),
     )
 
 
@@ -160,6 +163,28 @@ def test_who_asks_while_it_is_answered_gets_the_same_answer(tmp_path: Path) -> N
         answers = [await each for each in asked]
         assert {each.content for each in answers} == {b"data: a\n\ndata: b\n\n"} and len(model.seeds) == 1
         assert [each.headers.get("idempotent-replayed") for each in answers] == [None, "true", "true"]
+
+    asyncio.run(run())
+
+
+def test_another_body_is_refused_even_if_its_key_is_forgotten_while_it_is_answered(tmp_path: Path) -> None:
+    async def run() -> None:
+        model = Model()
+        app = app_of(model, tmp_path, max_keys=2)
+        model.gate.clear()
+        first = asyncio.create_task(ask(app))
+        newer = [
+            asyncio.create_task(ask(app, headers={**KEY, "Idempotency-Key": f"n-{n}"})) for n in range(3)
+        ]
+        while len(model.seeds) < 4:
+            await asyncio.sleep(0)
+        refused = asyncio.create_task(ask(app, {"prompt": "other"}))
+        again = asyncio.create_task(ask(app))
+        assert (await asyncio.wait_for(refused, 10.0)).status_code == 422
+        model.gate.set()
+        assert (await first).content == (await again).content and len(model.seeds) == 4
+        await asyncio.gather(*newer)
+        assert (await ask(app, {"prompt": "other"})).json()["asked"] == {"prompt": "other"}
 
     asyncio.run(run())
 
