@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-MOST_LOAD_S = 2.5  # for a load or a fetch. A load may last longer if computing would, too
+MOST_LOAD_S = 2.5  # for a load or a fetch. A load goes on if computing is predicted to take longer
 
 
 @dataclass(eq=False)

@@ -79,12 +79,12 @@ class MessageParser:
         parser: TextParser,
         reasoning: ReasoningCount,
         *,
-        text_of: Callable[[int], str] = str,
+        text_of: Callable[[int], str] = lambda _token_id: "",
         max_calls: int | None = None,
         shows_reasoning: bool = True,
         separates_reasoning: bool = True,
     ) -> None:
-        """Args: text_of returns a token's text; max_calls is the maximum number of calls to return; None returns all."""
+        """Args: text_of returns the text of a stop token; max_calls is the maximum number of calls to return; None returns all."""
         self._parser = parser
         self._reasoning = reasoning
         self._text_of = text_of

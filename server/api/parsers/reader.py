@@ -76,7 +76,7 @@ class MarkupParser(ABC):
         self._call_ids: set[str] = set()
         self._text, self._at = "", 0  # received text; everything before `_at` has been read
         self._ended = False
-        self._cut_at: str | None = None  # as in `finish`
+        self._cut_at: str | None = None  # as in `TextParser.finish`
         self._deltas: list[Delta] = []
         self._trims = False  # the next content begins a new line: drop whitespace before it
         self._kept: list[str] | None = None  # text read by an attempt that has not begun a call yet
@@ -93,11 +93,7 @@ class MarkupParser(ABC):
         return self._advance()
 
     def finish(self, cut_at: str | None = None) -> list[Delta]:
-        """Return the deltas that were held back, at the end of the text. May be called more than once.
-
-        Args:
-            cut_at: The client's stop that ended the text, or "" if a limit did. None if the model ended it.
-        """
+        """Return the deltas that were held back, at the end of the text. May be called more than once."""
         self._ended, self._cut_at = True, cut_at
         return self._advance()
 

@@ -5,7 +5,6 @@ Requests, the router, the journal and metrics belong to the service. Ranks have 
 """
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
@@ -35,7 +34,6 @@ from server.options.pools import Pool
 from server.options.table import Options
 
 _BALANCING_PAUSE_S = 60.0  # after an error in rebalancing
-_LOG = logging.getLogger("wideep.front")
 # The messages of a rank that concern its pool only.
 PoolMessage = Heartbeat | LoadReport | ExpertMap | PlacementUpdate | Regrouped | Fault
 
