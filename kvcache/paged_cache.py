@@ -12,6 +12,8 @@ Legend: N blocks, B tokens of a block (16), G KV heads, D key dim, V value dim r
 row, T tokens, Z state slots.
 """
 
+import contextlib
+import mmap
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -139,10 +141,18 @@ def _write_index(key_TD, slots, count, pages_NDB):  # type: ignore[no-untyped-de
 
 
 def _lazy_zeros(*shape: int, codes: torch.dtype | None = None) -> Tensor:
-    """Return zeros that use memory only when written; torch.zeros would touch every page at once."""
-    if codes is None:
-        return torch.from_numpy(np.zeros(shape, dtype=np.float32))
-    return torch.from_numpy(np.zeros(shape, dtype=np.uint8)).view(codes)
+    """Return zeros that use memory only when written; torch.zeros would touch every page at once.
+
+    Huge pages are avoided: a step would wait up to 8 ms for each of them if a virtual machine gets its memory late (docs/LOG.md).
+    """
+    dtype = np.dtype(np.float32 if codes is None else np.uint8)
+    if not (num_bytes := prod(shape) * dtype.itemsize):
+        return torch.empty(shape, dtype=codes or torch.float32)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    zeros = torch.from_numpy(np.frombuffer(memory, dtype).reshape(shape))
+    return zeros if codes is None else zeros.view(codes)
 
 
 class PagedCache:

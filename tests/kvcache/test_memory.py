@@ -64,3 +64,12 @@ def test_all_parts_of_a_cache_are_released() -> None:
     assert num_bytes > 8 * SLACK
     give_back(parts)
     assert rss_bytes(os.getpid()) < full - num_bytes + SLACK
+
+
+def test_the_first_write_to_a_block_takes_no_huge_pages() -> None:
+    cache = PagedCache([LayerShape(num_kv_heads=2, key_dim=64, value_dim=64)] * 16, 2048)
+    parts, before = filled(block_parts(cache)), rss_bytes(os.getpid())
+    assert len(parts) == 32 and all(part.nbytes > SLACK for part in parts)
+    for part in parts:
+        part[len(part) // 2].fill_(1)
+    assert rss_bytes(os.getpid()) < before + SLACK
