@@ -93,7 +93,8 @@ class Drains:
     def __init__(self, port: int, prompts: Sequence[Sequence[int]], num_tokens: int) -> None:
         """Send no request before `measure`."""
         self._port = port
-        body = {"max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
+        # A token without text has a piece too if pieces show the ids of tokens.
+        body = {"max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
         self._bodies = [{**body, "prompt": list(prompt)} for prompt in prompts]
 
     def _streams(self) -> list[LiveAnswer]:
