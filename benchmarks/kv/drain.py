@@ -10,8 +10,8 @@ Expected bound: without a tier, the new rank computes a stream's tokens again, o
 the streams times their tokens. With a tier it loads their blocks, and the step in which both ranks know of the move waits for them,
 at most 50 ms. Target: one step and 20 ms.
 
-Run: `python -m benchmarks.kv.drain [MODEL] [--streams 1,4,8] [--prompt-tokens 128] [--tokens 600] [--rounds 10] [--save]`. MODEL is a
-directory or `demo` (default).
+Run: `python -m benchmarks.kv.drain [MODEL] [--tier none] [--streams 1,4,8] [--prompt-tokens 128] [--tokens 600] [--rounds 10]
+[--save]`. MODEL is a directory or `demo` (default).
 """
 
 import argparse
@@ -54,10 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lambda text: tokenizer.encode(text, add_special_tokens=False), args.prompt_tokens
     ).take(max(args.streams))
     rows = []
-    for tier, flags in _TIERS.items():
+    for tier in args.tier or _TIERS:
+        flags = ["--data-parallel-size=2", "--disable-access-log", *_TIERS[tier]]
         with (
             tempfile.NamedTemporaryFile(prefix="wideep_bench_") as log,
-            Service(str(model), ["--data-parallel-size=2", "--disable-access-log", *flags], log) as service,
+            Service(str(model), flags, log) as service,
         ):
             for count in args.streams:
                 row = asyncio.run(Drains(service.port, prompts[:count], args.tokens).measure(args.rounds))
@@ -74,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kv.drain", allow_abbrev=False)
     add = parser.add_argument
     add("model", nargs="?", default="demo", help="a directory or 'demo' (default)")
+    add("--tier", action="append", choices=_TIERS, help="default: both, one after the other")
     add(
         "--streams",
         type=lambda text: [int(word) for word in text.split(",")],

@@ -36,6 +36,7 @@ OTHERS = {
     "benchmarks.adapters": "--dense-only",
     "benchmarks.faults": "--fronts --kinds --nodes --open --random --resizes --tiers --tokens",
     "benchmarks.front": "--against --step-s --streams",
+    "benchmarks.kv.drain": "--tier",
     "benchmarks.kv.pools": "--every --prompt-tokens --ranks --seconds --streams",
     "benchmarks.kv.transfer": "--blocks --step-ms",
     "benchmarks.weights.quantisation": "--forms",
