@@ -119,10 +119,15 @@ def _text(run: LeftRun) -> str:
 
 
 def _read(path: Path) -> LeftRun | None:
-    """Return the run in a file, or remove a file that has none."""
+    """Return the run in a file, or remove a file that has none. A file that cannot be read stays for the next front."""
     try:
         run = LeftRun(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
+    except FileNotFoundError:  # it has just ended
+        return None
+    except OSError as error:
+        _LOG.warning("background response %s cannot be read, and is not run again: %s", path.name, error.strerror)
+        return None
+    except (ValueError, TypeError):
         path.unlink(missing_ok=True)
         return None
     return run if run.response.get("id") == path.name else None

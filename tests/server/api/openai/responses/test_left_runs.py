@@ -1,9 +1,13 @@
 """Background runs in files."""
 
 import asyncio
+import errno
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+
+import pytest
 
 from server.api.openai.responses.kept import ResponseStore
 from server.api.openai.responses.left_runs import LeftRun, LeftRuns
@@ -68,6 +72,21 @@ def test_files_of_other_content_are_ignored(tmp_path: Path) -> None:
     )
     (tmp_path / "partial_resp_x").write_text("{}")
     assert resumed(tmp_path) == []
+
+
+def test_a_file_that_cannot_be_read_stays_for_the_next_front(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    LeftRuns(tmp_path).note(run_named("resp_a"))
+
+    def fail(_path: Path) -> str:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "read_text", fail)
+        assert resumed(tmp_path) == []
+    assert "resp_a cannot be read" in caplog.text
+    assert resumed(tmp_path) == [run_named("resp_a")]
 
 
 def test_a_run_that_cannot_run_again_does_not_keep_the_others_from_it(tmp_path: Path) -> None:
