@@ -125,7 +125,9 @@ def _read(path: Path) -> LeftRun | None:
     except FileNotFoundError:  # it has just ended
         return None
     except OSError as error:
-        _LOG.warning("background response %s cannot be read, and is not run again: %s", path.name, error.strerror)
+        _LOG.warning(
+            "background response %s cannot be read, and is not run again: %s", path.name, error.strerror
+        )
         return None
     except (ValueError, TypeError):
         path.unlink(missing_ok=True)
