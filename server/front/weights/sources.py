@@ -1,6 +1,7 @@
 """The tensors of an update that a client has begun: folders that it names, files that it sends, and what its group sends."""
 
 import asyncio
+import contextlib
 import itertools
 import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ class Sources:
         """
         self.label, self.is_partial, self.uploads = label, is_partial, uploads
         self.found: list[FoundWeights] = []
+        self._is_closed = False
         self._numbers = itertools.count()
 
     async def folder(self, path: str, model_type: str) -> FoundWeights:
@@ -47,15 +49,20 @@ class Sources:
 
         def store() -> FoundWeights:
             check_upload(content)
-            folder.mkdir(mode=0o700, parents=True)
-            (folder / "model.safetensors").write_bytes(content)
-            return read_folder(str(folder))
+            try:
+                folder.mkdir(mode=0o700, parents=True)
+                (folder / "model.safetensors").write_bytes(content)
+                return read_folder(str(folder))
+            finally:
+                self._remove_late(folder)
 
         try:
             return await asyncio.to_thread(store)
-        except WeightFilesError as error:
-            raise bad_request(f"{error}.") from error
-        except OSError as error:
+        except (WeightFilesError, OSError) as error:
+            if self._is_closed:  # its folder is removed
+                raise ended() from error
+            if isinstance(error, WeightFilesError):
+                raise bad_request(f"{error}.") from error
             raise ApiError(
                 507, f"The upload cannot be stored in {folder}: {error.strerror or error}."
             ) from error
@@ -67,11 +74,16 @@ class Sources:
             ApiError: The tensors did not come, or cannot be used, such as one of a forbidden name.
         """
         folder = self._new_folder()
-        await receive(folder)
         try:
+            await receive(folder)
             return await asyncio.to_thread(read_folder, str(folder))
         except WeightFilesError as error:
+            if self._is_closed:  # its folder is removed
+                raise ended() from error
             raise bad_request(f"{error}.") from error
+        finally:
+            if self._is_closed:
+                await asyncio.to_thread(self._remove_late, folder)
 
     def version(
         self, serving: WeightVersion, names: Mapping[WeightFolder, frozenset[str]], label: str
@@ -95,12 +107,29 @@ class Sources:
             hidden |= own or frozenset()
         return WeightVersion(0, label or self.label, tuple(kept), hides)
 
+    def close(self) -> None:
+        """Accept no more tensors. What is still being stored is removed when it has been written."""
+        self._is_closed = True
+
     async def remove(self) -> None:
-        """Remove what clients sent."""
+        """Close this, and remove what clients sent."""
+        self.close()
         await asyncio.to_thread(shutil.rmtree, self.uploads, True)
+
+    def _remove_late(self, folder: Path) -> None:
+        """Remove a folder that was written while this was closed, and the folder of uploads if it has no other."""
+        if self._is_closed:
+            shutil.rmtree(folder, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                self.uploads.rmdir()
 
     def _new_folder(self) -> Path:
         return self.uploads / f"part-{next(self._numbers)}"
+
+
+def ended() -> ApiError:
+    """Return the error of a request with tensors for an update that has ended meanwhile."""
+    return ApiError(409, "The update ended while its tensors were read.")
 
 
 def remove_unused(uploads: Sequence[Path], kept: Sequence[Path]) -> list[Path]:

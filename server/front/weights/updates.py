@@ -12,6 +12,8 @@ placement. A rank that attaches loads the serving version first and joins its po
 """
 
 import asyncio
+import json
+import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -34,10 +36,12 @@ from server.front.errors import ApiError, bad_request
 from server.front.events import EventLog
 from server.front.ordering import RanksToOrder, wait_until
 from server.front.weights.files import FoundWeights, WeightFilesError
-from server.front.weights.sources import Sources, remove_unused
+from server.front.weights.sources import Sources, ended, remove_unused
 from server.front.weights.sums import digest_of, merge
 from server.link.messages import RankFacts
+from server.machine.whole_files import replace_text
 
+_LOG = logging.getLogger("wideep.front")
 _LOADING = "new weights are being loaded"
 _STATUS = {WeightState.REFUSED: 400, WeightState.NO_ROOM: 507, WeightState.FAILED: 500}
 
@@ -71,6 +75,7 @@ class WeightUpdates:
         pools: Pools,
         *,
         folder: Path,
+        kept: Path | None = None,
         model_type: str = "",
         has_checkpoint: bool = True,
         check: Callable[[FoundWeights], None] | None = None,
@@ -84,6 +89,7 @@ class WeightUpdates:
 
         Args:
             folder: For tensors that clients send. It is made if needed; ranks of all nodes must be able to read it.
+            kept: File for the names of uploads, so that a restarted front removes those of this one. None keeps none.
             model_type: Of the served model; "" if it is unknown.
             has_checkpoint: Whether the first weights are those of files. An update replaces random weights completely.
             check: Called in a thread with tensors of an update. It raises `WeightFilesError` if the service cannot take them.
@@ -92,6 +98,7 @@ class WeightUpdates:
             on_served: Called when a new version is ordered to serve.
         """
         self._ranks, self._pools, self._folder, self._model_type = ranks, pools, folder, model_type
+        self._kept = kept
         self._has_checkpoint = has_checkpoint
         self._check_found, self._why_not_now = check, why_not_now
         self._all_know = all_know
@@ -105,7 +112,8 @@ class WeightUpdates:
         self._newest = 0  # number of the newest version that was ordered
         self._update: Sources | None = None
         self._num_updates = 0
-        self._uploads: list[Path] = []  # of this front's updates, as far as they still serve
+        # Folders of the uploads of this service that may exist, also of an earlier front.
+        self._uploads = self._read_kept()
         self._is_finishing = False  # ranks load or switch
         self._is_checking = False
         self._reports: dict[int, WeightReport] = {}  # by rank, on the newest version
@@ -171,6 +179,8 @@ class WeightUpdates:
             )
         self._num_updates += 1
         uploads = self._folder / f"{time.time_ns()}-{self._num_updates}"
+        self._uploads.append(uploads)
+        self._keep()
         self._update = Sources(label, uploads, is_partial=is_partial)
 
     async def add_folder(self, path: str) -> FoundWeights:
@@ -220,13 +230,15 @@ class WeightUpdates:
         if (reason := self.why_busy()) is not None:
             raise ApiError(409, f"The update cannot be finished now: {reason}.")
         until_s = self._clock() + timeout_s
-        self._is_finishing = True
+        self._is_finishing, has_switched = True, False
+        update.close()
         try:
             version = update.version(self.serving, self._names, label)
             begun_s = self._clock()
             version, merged = await self._stage(version, until_s, timeout_s)
             loaded_s = self._clock()
-            self._serve(version._replace(digest=digest_of(merged)), merged, update.found)
+            version, has_switched = version._replace(digest=digest_of(merged)), True
+            self._serve(version, merged, update.found)
             if not await wait_until(self._are_served, until_s, self._clock):
                 raise self._too_slow(timeout_s)
             self._last_s = loaded_s - begun_s, self._clock() - loaded_s
@@ -236,9 +248,10 @@ class WeightUpdates:
             return self.serving
         finally:
             self._is_finishing, self._update = False, None
-            uploads, self._uploads = [*self._uploads, update.uploads], []
-            kept = [Path(folder.path) for folder in self.serving.folders]
-            self._uploads += await asyncio.to_thread(remove_unused, uploads, kept)
+            if has_switched:
+                await self._remove_unused()
+            else:  # a restarted front may not know yet what serves
+                await update.remove()
 
     async def abort(self) -> None:
         """Drop the open update, if there is one.
@@ -368,6 +381,26 @@ class WeightUpdates:
                 param="weight_version",
             )
 
+    async def _remove_unused(self) -> None:
+        """Remove the uploads of ended updates that the serving version does not need."""
+        uploads, kept = [*self._uploads], [Path(folder.path) for folder in self.serving.folders]
+        used = await asyncio.to_thread(remove_unused, uploads, kept)
+        # Another update may have begun meanwhile.
+        self._uploads = [each for each in self._uploads if each in used or each not in uploads]
+        self._keep()
+
+    def _keep(self) -> None:
+        if self._kept is not None:
+            try:
+                replace_text(self._kept, json.dumps([str(each) for each in self._uploads]))
+            except OSError as error:
+                _LOG.error("the uploads of weights are not kept for a restart of the front: %s", error)
+
+    def _read_kept(self) -> list[Path]:
+        if self._kept is None or not self._kept.exists():
+            return []
+        return [Path(each) for each in json.loads(self._kept.read_text())]
+
     def _check(self) -> None:
         if (reason := self._why_not_now()) is not None:
             raise ApiError(409, f"The weights cannot change now: {reason}.")
@@ -377,14 +410,18 @@ class WeightUpdates:
             raise ApiError(409, "No weight update has begun: send POST /start_weight_update first.")
         return self._update
 
+    def _check_open(self, update: Sources) -> None:
+        if self._update is not update or self._is_finishing:
+            raise ended()
+
     async def _take(self, update: Sources, found: FoundWeights) -> FoundWeights:
+        self._check_open(update)
         if self._check_found is not None:
             try:
                 await asyncio.to_thread(self._check_found, found)
             except WeightFilesError as error:
                 raise bad_request(f"{error}.") from error
-        if self._update is not update or self._is_finishing:
-            raise ApiError(409, "The update ended while its tensors were read.")
+            self._check_open(update)
         update.found.append(found)
         return found
 

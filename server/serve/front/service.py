@@ -86,6 +86,7 @@ class FrontService:
             ranks,
             self.pools,
             folder=kept / "weights" if options.http.weights_dir is None else Path(options.http.weights_dir),
+            kept=kept / "uploads.json",
             model_type=_model_type(Path(options.model)),
             has_checkpoint=options.engine.load_format != "dummy",
             check=partial(check_tower, directory=Path(options.model)) if takes_images(options) else None,

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,12 @@ class Service:
     """Updates over two ranks of one pool, each with one expert. `orders` are those of rank 0."""
 
     def __init__(
-        self, folder: Path, *, answers: bool = True, check: Callable[[FoundWeights], None] | None = None
+        self,
+        folder: Path,
+        *,
+        answers: bool = True,
+        check: Callable[[FoundWeights], None] | None = None,
+        kept: Path | None = None,
     ) -> None:
         self.orders: list[WeightOrder] = []
         self.posted: list[tuple[int, WeightOrder]] = []
@@ -58,7 +64,7 @@ class Service:
         self.states = {0: WeightState.STAGED, 1: WeightState.STAGED}
         self.updates = WeightUpdates(
             self, self, folder=folder, model_type="tiny", why_not_now=lambda: self.why, on_served=self.count,
-            clock=self.clock, check=check,
+            clock=self.clock, check=check, kept=kept,
         )  # fmt: skip
         self.updates.on_ready = self.ready.append
 
@@ -310,6 +316,74 @@ def test_uploads_are_kept_while_they_serve(service: Service, tmp_path: Path) -> 
         await updates.add_upload(safetensors("a", "b"))
         await updates.finish()
         assert not any(each.exists() for each in first)
+
+    asyncio.run(test())
+
+
+async def update_by_upload(service: Service) -> None:
+    service.updates.begin()
+    await service.updates.add_upload(safetensors("a"))
+    await service.updates.finish(timeout_s=TIMEOUT_S)
+
+
+def test_a_restarted_front_removes_the_uploads_of_the_front_before_it(tmp_path: Path) -> None:
+    async def test() -> None:
+        folder, kept = tmp_path / "uploads", tmp_path / "uploads.json"
+        (folder / "of another service").mkdir(parents=True)
+        first = Service(folder, kept=kept)
+        await update_by_upload(first)
+        first.updates.begin()
+        await first.updates.add_upload(safetensors("z"))  # the front dies
+        again = Service(folder, kept=kept)
+        again.now = None
+        again.updates.begin()
+        await again.updates.add_upload(safetensors("a"))
+        with pytest.raises(ApiError, match="do not serve together"):
+            await again.updates.finish(timeout_s=0.0)
+        serving = Path(first.updates.serving.folders[0].path)
+        assert serving.is_dir(), "no rank has attached, so the front does not know what serves"
+        again.now = (0, 1)
+        for rank in again.now:
+            assert again.updates.may_join(facts(rank, first.orders[-1]))
+            again.updates.take_report(WeightReport(rank=rank, number=1, state=WeightState.SERVING))
+        await update_by_upload(again)
+        [new] = [Path(each.path) for each in again.updates.serving.folders]
+        assert {each.name for each in folder.iterdir()} == {new.parent.name, "of another service"}
+        assert json.loads(kept.read_text()) == [str(new.parent)]
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("ends_by", ["abort", "finish"])
+@pytest.mark.parametrize("is_upload", [True, False])
+def test_tensors_that_are_stored_after_the_end_of_their_update_are_removed(
+    tmp_path: Path, ends_by: str, is_upload: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        service, loop = Service(tmp_path / "uploads"), asyncio.get_running_loop()
+        updates, begun, may_store = service.updates, asyncio.Event(), threading.Event()
+
+        def check_later(content: bytes) -> None:
+            loop.call_soon_threadsafe(begun.set)
+            assert may_store.wait(TIMEOUT_S)
+
+        async def receive(folder: Path) -> None:
+            await asyncio.to_thread(check_later, b"")
+            folder.mkdir(parents=True)
+            (folder / "part-0.safetensors").write_bytes(safetensors("b"))
+
+        updates.begin()
+        await updates.add_folder(write_folder(tmp_path / "new", "a"))
+        monkeypatch.setattr("server.front.weights.sources.check_upload", check_later)
+        adding = asyncio.create_task(
+            updates.add_upload(safetensors("b")) if is_upload else updates.add_received(receive)
+        )
+        await begun.wait()
+        await (updates.abort() if ends_by == "abort" else updates.finish(timeout_s=TIMEOUT_S))
+        may_store.set()
+        with pytest.raises(ApiError, match="The update ended while its tensors were read") as caught:
+            await adding
+        assert caught.value.status == 409 and not list((tmp_path / "uploads").iterdir())
 
     asyncio.run(test())
 
