@@ -173,30 +173,24 @@ class Resize:
         drain_timeout_s: float = DRAIN_S,
         timeout_s: float | None = None,
         operation_id: str | None = None,
+        checked_from: int | None = None,
     ) -> Operation:
         """Begin to resize the pool, or return the operation with this id.
 
         Args:
             drain_timeout_s: How long requests of leaving ranks may take to move. The rest is computed again elsewhere.
             timeout_s: Deadline of the preparations.
+            checked_from: The service's number of ranks when `check` accepted the new one. None checks it here.
 
         Raises:
             ApiError: The size is impossible, another operation runs, or ranks are missing.
         """
-        known = self._operations.get(operation_id) if operation_id else None
-        if known is not None and known.wanted != num_ranks:
-            raise ApiError(
-                409,
-                f"Operation {known.id} resizes to {known.wanted} ranks, not to {num_ranks}. Use another id.",
-            )
-        if known is not None:
+        if (known := self.repeated(num_ranks, operation_id)) is not None:
             return known
-        if self._running is not None:
-            raise ApiError(
-                409,
-                f"Operation {self._running.id} resizes the service to {self._running.wanted} ranks. Wait for its end, or abort it.",
-            )
-        self.check(num_ranks)
+        if checked_from == self.num_ranks:
+            self._check_now(num_ranks)
+        else:
+            self.check(num_ranks)
         operation = Operation(
             id=operation_id or uuid.uuid4().hex[:12],
             former=self.num_ranks,
@@ -215,12 +209,41 @@ class Resize:
         self._task = start_task(self._run(operation), "resize")
         return operation
 
+    def repeated(self, num_ranks: int, operation_id: str | None) -> Operation | None:
+        """Return the operation with this id, or None if a new one may begin.
+
+        Raises:
+            ApiError: The operation has another size, or another operation runs.
+        """
+        known = self._operations.get(operation_id) if operation_id else None
+        if known is not None and known.wanted != num_ranks:
+            raise ApiError(
+                409,
+                f"Operation {known.id} resizes to {known.wanted} ranks, not to {num_ranks}. Use another id.",
+            )
+        if known is None and self._running is not None:
+            raise ApiError(
+                409,
+                f"Operation {self._running.id} resizes the service to {self._running.wanted} ranks. Wait for its end, or abort it.",
+            )
+        return known
+
     def check(self, num_ranks: int) -> None:
         """Check that a resize to this number of ranks could begin, if no other one runs.
+
+        It may read the headers of a large checkpoint, so the event loop should not wait for it.
 
         Raises:
             ApiError: The number is impossible (400), or ranks are missing (409).
         """
+        self._check_now(num_ranks)
+        if num_ranks == self.num_ranks:
+            return
+        if (reason := self._why_not(self.num_ranks, num_ranks)) is not None:
+            raise bad_request(f"{num_ranks} ranks are impossible: {reason}.", "new_data_parallel_size")
+
+    def _check_now(self, num_ranks: int) -> None:
+        """Make the part of `check` that reads no files."""
         if num_ranks == self.num_ranks:
             return
         if self._impossible is not None:
@@ -233,8 +256,6 @@ class Resize:
             raise ApiError(
                 409, "The service cannot be resized now: the placement of the experts is not known yet."
             )
-        if (reason := self._why_not(self.num_ranks, num_ranks)) is not None:
-            raise bad_request(f"{num_ranks} ranks are impossible: {reason}.", "new_data_parallel_size")
 
     async def wait(self, operation: Operation) -> None:
         """Wait until an operation has ended and another one may begin. Cancelling this does not cancel the operation."""

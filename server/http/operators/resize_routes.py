@@ -51,14 +51,15 @@ def resize_routes(resize: Resize) -> APIRouter:
     @router.post("/scale_elastic_ep", response_model=None)
     async def scale(body: ResizeForm) -> JSONResponse:
         """Change the number of ranks. Responds when they serve, or with the reason why the service is as before."""
+        num_ranks, present = body.new_data_parallel_size, resize.num_ranks
+        if body.dry_run or resize.repeated(num_ranks, body.operation_id) is None:
+            # In a thread, because it may read the headers of a large checkpoint.
+            await asyncio.to_thread(resize.check, num_ranks)
         if body.dry_run:
-            # In a thread, because it may read the headers of a large checkpoint, and clients check many sizes.
-            await asyncio.to_thread(resize.check, body.new_data_parallel_size)
-            return JSONResponse(
-                {"message": f"The service can have {body.new_data_parallel_size} ranks.", **resize.to_json()}
-            )
+            return JSONResponse({"message": f"The service can have {num_ranks} ranks.", **resize.to_json()})
         operation = resize.begin(
-            body.new_data_parallel_size,
+            num_ranks,
+            checked_from=present,
             drain_timeout_s=body.drain_timeout,
             timeout_s=body.timeout,
             operation_id=body.operation_id,

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import threading
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable
 from pathlib import Path
 from typing import Any
@@ -421,6 +422,29 @@ def test_a_dry_run_checks_a_size_and_begins_nothing(tmp_path: Path) -> None:
             with pytest.raises(ApiError, match="5 ranks are impossible: it has 4 experts") as refused:
                 service.resize_of.check(5)
             assert refused.value.status == 400
+
+    run(test)
+
+
+def test_the_files_for_a_resize_are_read_in_a_thread(tmp_path: Path) -> None:
+    async def test() -> None:
+        threads: list[threading.Thread] = []
+
+        def why_not(_now: int, _wanted: int) -> None:
+            threads.append(threading.current_thread())
+
+        async with running(tmp_path, why_not=why_not) as service:
+            app = FastAPI()
+            app.include_router(resize_routes(service.resize_of))
+            async with client_of(app) as client:
+                form = {"new_data_parallel_size": 3, "operation_id": "a"}
+                for _ in range(2):  # also a retry
+                    answer = await client.post("/scale_elastic_ep", json=form)
+                    assert (answer.status_code, answer.json()["message"]) == (200, "The service has 3 ranks.")
+            [thread] = threads
+            assert thread is not threading.current_thread()
+            await service.scale(4, checked_from=2)
+            assert len(threads) == 2, "the number of ranks has changed since it was checked"
 
     run(test)
 
