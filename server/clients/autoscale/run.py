@@ -229,7 +229,9 @@ class _Loop:
             print(f"wideep autoscale: {error}", file=sys.stderr)
             state = self._service.get_json("/is_scaling_elastic_ep")
         size = int(state["effective_data_parallel_size"])
-        if size != decision.after and state["error"]:
+        # A refused operation is not the newest one.
+        is_own = state["operation_id"] == form["operation_id"]
+        if size != decision.after and is_own and state["error"]:
             print(
                 printable(f"wideep autoscale: {size} ranks serve as before: {state['error']}"),
                 file=sys.stderr,

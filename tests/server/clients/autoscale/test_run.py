@@ -41,6 +41,8 @@ class PlayedService:
         self._speeds, self._most, self._refusal = speeds, most, refusal
         self.is_failing = False
         self.operator_size: int | None = None  # set after the first sample
+        self.is_refusing = False  # real resizes
+        self.newest: dict[str, str | None] = {"operation_id": "older", "error": "rank 7 is lost"}
 
     def run(self, *words: str) -> int:
         """Run a command line against it, until it has no more speeds."""
@@ -58,7 +60,7 @@ class PlayedService:
         return {
             "is_scaling_elastic_ep": False,
             "effective_data_parallel_size": self.size,
-            "error": None,
+            **self.newest,
             **fields,
         }
 
@@ -66,7 +68,7 @@ class PlayedService:
         if request.url.path == "/throughput":
             return httpx.Response(200, json={"series": self._speeds.pop(0)})
         if request.method == "GET":
-            return httpx.Response(200, json=self._state(error="rank 2 is lost" if self.is_failing else None))
+            return httpx.Response(200, json=self._state())
         form = json.loads(request.content)
         size = form["new_data_parallel_size"]
         if self._refusal is not None:
@@ -77,6 +79,12 @@ class PlayedService:
             return httpx.Response(200, json=self._state())
         assert form["wait"] is False and form["operation_id"]
         self.resizes.append(size)
+        if self.is_refusing:
+            return httpx.Response(409, json={"error": {"message": "it sleeps"}})
+        self.newest = {
+            "operation_id": form["operation_id"],
+            "error": "rank 2 is lost" if self.is_failing else None,
+        }
         if self.is_failing:
             return httpx.Response(202, json=self._state(is_scaling_elastic_ep=True))
         self.size = size
@@ -153,6 +161,14 @@ def test_a_loop_goes_on_from_the_size_that_a_failed_resize_leaves(capsys: pytest
     assert service.run() == 0
     assert service.resizes == [3, 3, 3], "each after a pause"
     assert "wideep autoscale: 2 ranks serve as before: rank 2 is lost" in capsys.readouterr().err
+
+
+def test_a_refused_resize_is_not_explained_by_an_older_one(capsys: pytest.CaptureFixture[str]) -> None:
+    service = PlayedService([series([20] * num) for num in range(1, 5)])
+    service.is_refusing = True
+    assert service.run() == 0
+    said = capsys.readouterr().err
+    assert "wideep autoscale: the service refused (409): it sleeps" in said and "rank 7" not in said
 
 
 def test_a_loop_follows_an_operator_who_resizes_the_service() -> None:
