@@ -147,7 +147,9 @@ def _add_lora_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", nargs="?", metavar="PATH", help="its directory, which every node has")
     add_url(parser)
     parser.add_argument(
-        "--replace", action="store_true", help="load: give a name that is in use this adapter"
+        "--replace",
+        action="store_true",
+        help="load: give a name that is in use this adapter; its API keys and its pin stay",
     )
     parser.add_argument("--pin", action="store_true", help="load: never let another adapter have its place")
     parser.add_argument("--json", action="store_true", help="print the response of GET /adapters")

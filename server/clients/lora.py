@@ -7,10 +7,12 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from server.http.client import ServiceClient, ServiceError, api_key_of
+from server.http.client import ANSWER_TIMEOUT_S, ServiceClient, ServiceError, api_key_of
 from server.machine.lines import printable
 
 LIST, LOAD, UNLOAD = "list", "load", "unload"
+# Above the service's limit for its ranks (`LOAD_TIMEOUT_S`), because it also reads the files and informs the other fronts.
+LOAD_ANSWER_TIMEOUT_S = 900.0
 
 
 def run_lora(
@@ -20,11 +22,15 @@ def run_lora(
     client: ServiceClient | None = None,
 ) -> int:
     """Load or unload an adapter if one is given, then show all. Return 0, or 1 if the service refuses."""
+    timeout_s = LOAD_ANSWER_TIMEOUT_S if args.action == LOAD else ANSWER_TIMEOUT_S
     try:
-        with client or ServiceClient(args.url, api_key_of(environment)) as service:
+        with client or ServiceClient(
+            args.url, api_key_of(environment), answer_timeout_s=timeout_s
+        ) as service:
             if args.action == LOAD:
                 fields = {"lora_name": args.name, "lora_path": args.path, "load_inplace": args.replace}
-                service.post("/v1/load_lora_adapter", {**fields, "pinned": args.pin})
+                # Without `pinned`, a replaced adapter keeps its pin.
+                service.post("/v1/load_lora_adapter", {**fields, **({"pinned": True} if args.pin else {})})
             elif args.action == UNLOAD:
                 service.post("/v1/unload_lora_adapter", {"lora_name": args.name})
             found = service.get_json("/adapters")

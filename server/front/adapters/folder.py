@@ -88,14 +88,9 @@ class AdapterFolder:
         return (self._folder / name).absolute()
 
     async def _load(self, name: str, stamps: _Stamps) -> None:
-        present = self._loaded(name)
+        replaces = self._loaded(name) is not None
         try:
-            if present is None:
-                await self._adapters.load(name, str(self._path(name)))
-            else:
-                await self._adapters.load(
-                    name, present.directory, replaces=True, is_pinned=present.is_pinned, owners=present.owners
-                )
+            await self._adapters.load(name, str(self._path(name)), replaces=replaces)
         except OSError as error:
             self._note_trouble(error)
             return

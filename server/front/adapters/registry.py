@@ -22,6 +22,7 @@ from server.machine.whole_files import replace_text
 
 MAX_NAME_CHARS = 256
 FOLLOW_S = 10.0  # for other fronts to learn a name
+_POLL_S = 0.05  # while the ranks are awaited
 _LOG = logging.getLogger("wideep.front")
 
 
@@ -127,31 +128,68 @@ class Adapters(KnownAdapters):
         return self._why_starting
 
     async def start(self, modules: Mapping[str, str], is_ready: Callable[[], bool]) -> None:
-        """Register the adapters of the start, once the ranks serve, and those of a front that this one replaces.
+        """Register the adapters of the start, once the ranks serve, or those of a front that this one replaces.
 
         Of the latter, adapters that are refused by now are left out.
 
         Raises:
-            ApiError: One of the start cannot be served; the message names it.
+            ApiError: One of the start is refused; the message names it.
         """
-        self._coming = {**{name: _Kept(name, path) for name, path in modules.items()}, **self._read_kept()}
+        before = self._read_kept()
+        self._coming = (
+            {name: _Kept(name, path) for name, path in modules.items()} if before is None else before
+        )
         if not self._coming:
             return
         self._why_starting = "its adapters are being loaded"
-        while not is_ready():
-            await asyncio.sleep(0.05)
-        for name, kept in list(self._coming.items()):
+        for kept in list(self._coming.values()):
             try:
-                await self.load(name, kept.directory, is_pinned=kept.is_pinned, owners=tuple(kept.owners))
+                await self._load_from_start(kept, is_ready)
             except ApiError as error:
-                if name in modules or error.status >= 500:
+                if before is None:
                     raise ApiError(
-                        error.status, f"The adapter {name!r} cannot be served: {error.message}"
+                        error.status, f"The adapter {kept.name!r} cannot be served: {error.message}"
                     ) from error
-                self._events.note("adapter_refused", f"the adapter {name} is removed: {error.message}")
-            del self._coming[name]
+                self._events.note("adapter_refused", f"the adapter {kept.name} is removed: {error.message}")
+            except OSError as error:
+                if before is None:
+                    raise
+                self._events.note("adapter_refused", f"the adapter {kept.name} is removed: {error}")
+            self._coming.pop(kept.name, None)
         self._keep()
         self._why_starting = None
+
+    async def _load_from_start(self, kept: "_Kept", is_ready: Callable[[], bool]) -> None:
+        """Load one adapter once the ranks serve, and again if they are lost meanwhile.
+
+        Raises:
+            ApiError: It is refused.
+            OSError: Its files cannot be read.
+        """
+        why_again = ""
+        while True:
+            while not is_ready():
+                await asyncio.sleep(_POLL_S)
+            if (
+                kept.name in self._names or kept.name not in self._coming
+            ):  # a client has loaded or unloaded it
+                return
+            try:
+                await self.load(
+                    kept.name, kept.directory, is_pinned=kept.is_pinned, owners=tuple(kept.owners)
+                )
+                if kept.name not in self._coming:  # a client has unloaded it meanwhile
+                    self.unload(kept.name)
+                return
+            except ApiError as error:
+                if kept.name in self._names:
+                    return
+                if error.status < 500:
+                    raise
+                if error.message != why_again:
+                    why_again = error.message
+                    _LOG.warning("the adapter %s is not loaded yet: %s", kept.name, why_again)
+            await asyncio.sleep(_POLL_S)
 
     async def load(
         self,
@@ -159,21 +197,21 @@ class Adapters(KnownAdapters):
         path: str,
         *,
         replaces: bool = False,
-        is_pinned: bool = False,
-        owners: tuple[str, ...] = (),
+        is_pinned: bool | None = None,
+        owners: tuple[str, ...] | None = None,
     ) -> NamedAdapter:
         """Check an adapter on all ranks, then register it. Nothing is registered if any rank refuses it.
 
         Args:
             path: Directory in PEFT's format, on every node.
             replaces: Accept a name that is registered: later requests use the new content.
-            is_pinned: Never let another adapter have its place.
-            owners: Digests of the API keys that may use it. () means all.
+            is_pinned: Never let another adapter have its place. None keeps what the replaced one has.
+            owners: Digests of the API keys that may use it. () means all, None those of the replaced one.
 
         Raises:
             ApiError: 400 if the adapter or its name is refused; 503 or 504 if the ranks do not answer.
         """
-        self._check_name(name, replaces=replaces, is_pinned=is_pinned)
+        self._check_name(name, replaces=replaces, is_pinned=bool(is_pinned))
         try:
             files = await asyncio.to_thread(
                 read_adapter, Path(path).absolute(), max_rank=self._max_rank, modules=self._modules
@@ -182,8 +220,13 @@ class Adapters(KnownAdapters):
             raise bad_request(f"The adapter is not supported: {error}.", "lora_path") from error
         directory = str(files.directory)
         num_bytes = await self.places.check(files.digest, directory)
-        self._check_name(name, replaces=replaces, is_pinned=is_pinned)  # again: it took a while
+        self._check_name(name, replaces=replaces, is_pinned=bool(is_pinned))  # again: it took a while
         before = self._names.get(name)
+        replaced = before or self._coming.get(name)
+        if is_pinned is None:
+            is_pinned = replaced is not None and replaced.is_pinned
+        if owners is None:
+            owners = () if replaced is None else tuple(replaced.owners)
         self.places.add_name(files.digest, directory, num_bytes, name, is_pinned=is_pinned)
         named = NamedAdapter(name, directory, files.digest, int(time.time()), is_pinned, owners)
         self._names[name] = named
@@ -199,10 +242,11 @@ class Adapters(KnownAdapters):
         Raises:
             ApiError: 404 if it is not registered.
         """
-        named = self._names.pop(name, None)
-        if named is None:
+        coming, named = self._coming.pop(name, None), self._names.pop(name, None)
+        if coming is None and named is None:
             raise self.unknown(name)
-        self.places.drop_name(named.digest, name)
+        if named is not None:
+            self.places.drop_name(named.digest, name)
         self._keep()
         self._events.note("adapter_unloaded", f"the adapter {name} is removed")
 
@@ -255,9 +299,10 @@ class Adapters(KnownAdapters):
             except OSError as error:
                 _LOG.error("the names of adapters are not kept for a restart of the front: %s", error)
 
-    def _read_kept(self) -> dict[str, "_Kept"]:
+    def _read_kept(self) -> dict[str, "_Kept"] | None:
+        """Return what the front before this one has kept, or None at the start of the service."""
         if self._kept is None or not self._kept.exists():
-            return {}
+            return None
         kept = [_Kept(*fields) for fields in json.loads(self._kept.read_text())]
         return {each.name: each for each in kept}
 

@@ -27,16 +27,18 @@ class LoadForm(BaseModel):
     lora_name: str
     lora_path: str
     load_inplace: bool = False
-    pinned: bool = False
+    pinned: bool | None = None  # None keeps that of the replaced adapter
     is_3d_lora_weight: bool = False  # vLLM's; the layout is read from the file
     base_model_name: str | None = None
-    # The keys that may use it. None means all.
+    # The keys that may use it. None means all, or those of the replaced adapter.
     api_keys: list[str] | None = Field(default=None, fail_fast=True)
 
     @property
-    def owners(self) -> tuple[str, ...]:
+    def owners(self) -> tuple[str, ...] | None:
         """Digests of the keys."""
-        return tuple(hashlib.sha256(key.encode()).hexdigest() for key in self.api_keys or ())
+        if self.api_keys is None:
+            return None
+        return tuple(hashlib.sha256(key.encode()).hexdigest() for key in self.api_keys)
 
 
 class UnloadForm(BaseModel):
@@ -56,7 +58,8 @@ def adapter_routes(adapters: Adapters) -> APIRouter:
             raise bad_request("lora_path is empty; give the directory of an adapter.", "lora_path")
         if body.api_keys is not None and not (body.api_keys and all(body.api_keys)):
             raise bad_request(
-                "api_keys is empty or has an empty key; without api_keys, all keys may use it.", "api_keys"
+                "api_keys is empty or has an empty key; without api_keys, all keys may use a new adapter.",
+                "api_keys",
             )
         await adapters.load(
             body.lora_name,

@@ -2,6 +2,7 @@
 
 import json
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -9,7 +10,9 @@ import pytest
 from server.cli import build_parser, main
 from server.clients.commands import LORA
 from server.clients.lora import run_lora
-from server.http.client import ServiceClient
+from server.front.adapters.places import LOAD_TIMEOUT_S
+from server.front.adapters.registry import FOLLOW_S
+from server.http.client import ServiceClient, ServiceError
 
 ADAPTER = {
     "name": "sql", "path": "/adapters/sql", "digest": "0f", "pinned": False, "state": "resident", "running": 2,
@@ -50,11 +53,26 @@ def test_adapters_are_shown_with_their_state_and_use(capsys: pytest.CaptureFixtu
 def test_an_adapter_is_loaded_and_unloaded(capsys: pytest.CaptureFixture[str]) -> None:
     status, asked = run("load", "sql", "/adapters/sql", "--replace")
     assert (status, asked[-1]) == (0, ("GET", "/adapters", None))
-    body = {"lora_name": "sql", "lora_path": "/adapters/sql", "load_inplace": True, "pinned": False}
-    assert asked[0] == ("POST", "/v1/load_lora_adapter", body)
+    body = {"lora_name": "sql", "lora_path": "/adapters/sql", "load_inplace": True}
+    assert asked[0] == ("POST", "/v1/load_lora_adapter", body), "a replaced adapter keeps its pin"
+    assert run("load", "sql", "/adapters/sql", "--pin")[1][0][2]["pinned"] is True
     assert run("unload", "sql")[1][0] == ("POST", "/v1/unload_lora_adapter", {"lora_name": "sql"})
     status, _ = run("load", "sql", "/a", refusal="'sql' is loaded already")
     assert status == 1 and "wideep lora: " in (said := capsys.readouterr().err) and "loaded already" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "least_s"),
+    [(["load", "sql", "/adapters/sql"], LOAD_TIMEOUT_S + FOLLOW_S), (["unload", "sql"], FOLLOW_S), ([], 1.0)],
+)
+def test_a_command_waits_for_longer_than_the_service(
+    words: list[str], least_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Mock(side_effect=ServiceError("away"))
+    monkeypatch.setattr("server.clients.lora.ServiceClient", made)
+    (args,) = LORA.prepare(build_parser().parse_args(["lora", *words]))
+    assert run_lora(args, environment={}) == 1
+    assert made.call_args.kwargs["answer_timeout_s"] > least_s
 
 
 @pytest.mark.parametrize(

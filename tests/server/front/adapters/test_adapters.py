@@ -15,6 +15,7 @@ from scheduler.policy.request import AdapterOrder, AdapterReport, FinishReason
 from server.front.adapters.places import PATIENCE_S, PlaceState
 from server.front.adapters.registry import Adapters
 from server.front.errors import ApiError
+from server.front.events import EventLog
 from server.front.generations import Asker
 from tests.support.clock import Clock
 from tests.support.models.fake_checkpoint import write_safetensors
@@ -290,6 +291,23 @@ async def test_a_name_that_is_loaded_in_place_gets_another_content(tmp_path: Pat
 
 
 @in_loop
+async def test_an_adapter_that_is_replaced_keeps_its_keys_and_its_pin(tmp_path: Path) -> None:
+    service = Service(tmp_path)
+    await service.adapters.load("r", write(tmp_path / "r"), is_pinned=True, owners=("0f",))
+    other = write(tmp_path / "other", alpha=77)
+    named = await service.adapters.load("r", other, replaces=True)
+    assert (
+        named.is_pinned
+        and service.adapters.names_for("") == ()
+        and service.adapters.names_for("0f") == ("r",)
+    )
+    named = await service.adapters.load("r", other, replaces=True, is_pinned=False, owners=("1f",))
+    assert not named.is_pinned and service.adapters.names_for("0f") == ()
+    service.adapters.unload("r")
+    assert not (await service.adapters.load("r", other, replaces=True)).owners, "it is a new one"
+
+
+@in_loop
 async def test_an_unloaded_name_is_gone_and_its_requests_end_as_usual(tmp_path: Path) -> None:
     service = Service(tmp_path)
     [digest] = await service.load("a")
@@ -425,8 +443,74 @@ async def test_a_restarted_front_leaves_out_an_adapter_that_is_gone(tmp_path: Pa
     shutil.rmtree(tmp_path / "b")
     again = Service(tmp_path, kept=kept)
     await again.adapters.start({"c": str(tmp_path / "c")}, lambda: True)
-    assert again.adapters.names == ("c", "a") and again.adapters.why_not_ready() is None
+    assert again.adapters.names == ("a", "c") and again.adapters.why_not_ready() is None
     assert sorted(name for name, *_ in json.loads(kept.read_text())) == ["a", "c"]
+
+
+@in_loop
+async def test_a_restarted_front_leaves_out_unloaded_adapters_of_the_start(tmp_path: Path) -> None:
+    kept, modules = tmp_path / "kept.json", {name: write(tmp_path / name) for name in "abc"}
+    first = Service(tmp_path, kept=kept)
+    await first.adapters.start(modules, lambda: True)
+    first.adapters.unload("a")
+    again = Service(tmp_path, kept=kept)
+    await again.adapters.start(modules, lambda: True)
+    assert again.adapters.names == ("b", "c")
+    shutil.rmtree(tmp_path / "b")
+    events = EventLog()
+    again = Service(tmp_path, kept=kept, events=events)
+    await again.adapters.start(modules, lambda: True)
+    assert again.adapters.names == ("c",) and again.adapters.why_not_ready() is None
+    assert [event["kind"] for event in events.to_json()] == ["adapter_refused", "adapter_loaded"]
+    again.adapters.unload("c")
+    again = Service(tmp_path, kept=kept)
+    await again.adapters.start(modules, lambda: True)
+    assert again.adapters.names == ()
+
+
+@in_loop
+async def test_a_start_waits_for_ranks_that_are_lost_meanwhile(tmp_path: Path) -> None:
+    service = Service(tmp_path)
+    attached, service.ranks.attached = service.ranks.attached, {}
+    starting = asyncio.create_task(service.adapters.start({"a": write(tmp_path / "a")}, lambda: True))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(asyncio.shield(starting), 0.2)
+    assert service.adapters.why_not_ready() is not None
+    service.ranks.attached = attached
+    await starting
+    assert service.adapters.names == ("a",)
+
+
+@in_loop
+async def test_a_start_follows_clients_that_load_and_unload_meanwhile(tmp_path: Path) -> None:
+    kept, is_ready = tmp_path / "kept.json", False
+    first = Service(tmp_path, kept=kept)
+    await first.load("a", "b")
+    await first.adapters.load("c", write(tmp_path / "c"), is_pinned=True, owners=("0f",))
+    again = Service(tmp_path, kept=kept)
+    starting = asyncio.create_task(again.adapters.start({}, lambda: is_ready))
+    await again.settle()
+    again.adapters.unload("a")
+    named = await again.adapters.load("c", write(tmp_path / "c", alpha=9), replaces=True)
+    assert named.is_pinned and named.owners == ("0f",), "as before the restart"
+    is_ready = True
+    await starting
+    assert sorted(again.adapters.names) == ["b", "c"] and again.adapters.find("c") == named
+    assert sorted(name for name, *_ in json.loads(kept.read_text())) == ["b", "c"]
+
+
+@in_loop
+async def test_an_adapter_that_is_unloaded_while_a_start_checks_it_stays_away(tmp_path: Path) -> None:
+    service = Service(tmp_path)
+    service.ranks.follows = False
+    starting = asyncio.create_task(service.adapters.start({"a": write(tmp_path / "a")}, lambda: True))
+    while not service.ranks.orders:
+        await asyncio.sleep(0.001)
+    service.adapters.unload("a")
+    for rank, order in service.ranks.orders.copy():
+        service.ranks.follow(rank, order)
+    await starting
+    assert service.adapters.names == ()
 
 
 @in_loop

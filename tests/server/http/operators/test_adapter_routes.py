@@ -96,3 +96,6 @@ def test_an_adapter_of_some_keys_is_unknown_to_the_others(tmp_path: Path) -> Non
     named = site.service.adapters.find("a")
     assert named is not None and named.owners == (hashlib.sha256(b"ours").hexdigest(),)
     assert site.ask("GET", "/adapters").status_code == 401, "paths on this machine are not for everyone"
+    again = {"lora_name": "a", "lora_path": write(tmp_path / "b", alpha=77), "load_inplace": True}
+    assert site.ask("POST", "/v1/load_lora_adapter", again, key="ours").status_code == 200
+    assert site.models("ours") == {"base": None, "a": "base"} and site.models("theirs") == {"base": None}
