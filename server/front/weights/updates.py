@@ -399,7 +399,11 @@ class WeightUpdates:
     def _read_kept(self) -> list[Path]:
         if self._kept is None or not self._kept.exists():
             return []
-        return [Path(each) for each in json.loads(self._kept.read_text())]
+        try:
+            return [Path(each) for each in json.loads(self._kept.read_text())]
+        except (OSError, ValueError) as error:
+            _LOG.error("the uploads of weights before the restart are not removed: %s", error)
+            return []
 
     def _check(self) -> None:
         if (reason := self._why_not_now()) is not None:

@@ -526,3 +526,9 @@ def test_an_update_stays_open_during_a_check(tmp_path: Path) -> None:
         assert (await updates.finish()).number == 1
 
     asyncio.run(test())
+
+
+def test_a_list_of_uploads_that_cannot_be_read_does_not_stop_a_front(tmp_path: Path) -> None:
+    kept = tmp_path / "uploads.json"
+    kept.write_text("[")
+    assert Service(tmp_path / "uploads", kept=kept).updates.serving.number == 0
