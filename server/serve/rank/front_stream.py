@@ -257,7 +257,8 @@ class FrontStream:
             self._cut_off.update(cut_off)
         for request_id in cut_off:  # their clients were disconnected with the front
             self._built.engine.abort(request_id)
-        self._built.engine.weights.forget_staged()
+        if self._leads:  # another front has staged no weights
+            self._built.engine.weights.forget_staged()
         status = self._come_back(time.monotonic() + self._config.front_recovery_timeout_s)
         if status:
             os._exit(status)

@@ -130,6 +130,16 @@ def test_a_killed_front_ends_its_own_requests_only(streams: list[Any]) -> None:
     assert not leading._owners and not second._cut_off
 
 
+def test_only_the_loss_of_the_leading_front_drops_weights_that_are_being_loaded(streams: list[Any]) -> None:
+    leading, second, third = streams
+    weights: Any = leading._built.engine.weights
+    for other in (second, third):
+        other.receive(BROKEN)
+    weights.forget_staged.assert_not_called()
+    leading.receive(BROKEN)
+    weights.forget_staged.assert_called_once_with()
+
+
 def test_a_rank_attaches_to_every_front_of_the_standby_and_the_leading_one_moves_its_store(
     monkeypatch: pytest.MonkeyPatch, streams: list[Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
