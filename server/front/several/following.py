@@ -49,7 +49,8 @@ class FollowingFront:
         self._is_near = is_near
         self._entered: set[int] = set()  # ranks that requests are routed to
         self._is_linked = False  # all ranks have attached to this front
-        self._state: ServiceState | None = None
+        self._state: ServiceState | None = None  # None also while this front is cut off
+        self._applied: ServiceState | None = None  # the newest one, also while this front is cut off
         # Called with the pools of the service, and with those that are announced.
         self.on_pools: Callable[[Sequence[Pool], Sequence[Pool]], None] = lambda _pools, _announced: None
         for rank in range(ranks.num_ranks):
@@ -115,7 +116,7 @@ class FollowingFront:
         self._board.set(Cell.APPLIED, 0)
 
     def _apply(self, state: ServiceState) -> None:
-        before, self._state = self._state, state
+        before, self._applied, self._state = self._applied, state, state
         self.on_pools(state.pools, state.announced)
         self._follow_sizes(state)
         for rank, num_restarts in state.given_up:

@@ -5,12 +5,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
+
+import pytest
 
 from scheduler.policy.request import FinishReason
 from server.front.routing.loads import MoveCause
 from server.front.several.board import Board, Cell
 from server.front.several.followed_adapters import FollowedAdapters
 from server.front.several.following import FollowingFront
+from server.front.several.front_map import FENCE_S
 from server.front.several.leading import LeadingFront, watch_fronts
 from server.front.several.service_state import EngineOfRank, ServiceState, WeightLabel
 from server.options.pools import Pool, Role
@@ -87,6 +91,18 @@ class Fronts:
 
     def follow(self) -> None:
         self.leading.publish()
+        self.following.look()
+
+    def cut_off(self) -> None:
+        """Let the other front look while its node does not hear of the leading one."""
+        self.following._is_near = False
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Board, "leader_silent_s", FENCE_S + 1.0)
+            self.following.look()
+
+    def hear(self) -> None:
+        """Let the other front look when its node hears of the leading one again."""
+        self.boards[1].note_leader()
         self.following.look()
 
 
@@ -384,6 +400,33 @@ def test_a_replacement_of_the_leading_front_ends_its_predecessor_s_pause(tmp_pat
     fronts.leading = fronts.lead()
     fronts.follow()
     assert fronts.other.router.has_ranks
+
+
+def test_a_front_that_was_cut_off_during_the_end_of_a_pause_does_not_stay_paused(tmp_path: Path) -> None:
+    fronts = Fronts(tmp_path)
+    fronts.serve()
+    fronts.leading.pause(by="pause")
+    fronts.following.look()
+    fronts.cut_off()
+    assert "waiting for the front that leads" in (fronts.following.why_not_ready() or "")
+    fronts.leading.resume(by="pause")
+    fronts.hear()
+    fronts.other.open("a")
+    assert fronts.other.requests.num_parked == 0 and len(fronts.other.ranks.submitted) == 1
+
+
+def test_a_front_that_was_cut_off_pauses_and_forgets_prefixes_afterwards(tmp_path: Path) -> None:
+    fronts = Fronts(tmp_path)
+    fronts.serve()
+    forget: Any = Mock()
+    fronts.other.requests.forget_prefixes = forget  # type: ignore[method-assign]
+    fronts.cut_off()
+    fronts.leading.pause(by="pause")
+    fronts.leading.forget_prefixes()
+    fronts.hear()
+    fronts.other.open("a")
+    assert fronts.other.requests.num_parked == 1
+    forget.assert_called_once_with()
 
 
 def test_labels_of_weights_are_known_at_every_front(tmp_path: Path) -> None:
