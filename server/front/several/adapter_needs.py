@@ -4,12 +4,13 @@ The leading front gives places to adapters, and takes them away only if no reque
 a place takes no new requests. Each front writes its file before it marks that state as applied (`Cell.APPLIED`) and uses the
 place for no new request afterwards. So a place is free if all fronts have applied the newest state and no file has the adapter.
 
-The file of a killed front counts until its replacement empties it: its requests may still run at ranks.
+The file of a killed front counts until its replacement empties it: its requests may still run at ranks. If a front is lost with its
+node, `mirror` removes the copy of its file: the ranks have dropped its requests, and a replacement may never come.
 """
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,13 +27,18 @@ class AdapterNeed(NamedTuple):
     num_requests: int = 0  # counter: that began to use it
 
 
+def needs_file(folder: Path, front: int) -> Path:
+    """Return the path of a front's file."""
+    return folder / f"adapters-{front}.json"
+
+
 def write_needs(folder: Path, board: Board, needs: Mapping[str, AdapterNeed]) -> None:
     """Replace this front's file: its needs by the digests of adapters.
 
     Raises:
         OSError: The file cannot be written.
     """
-    replace_text(_file_of(folder, board.number), json.dumps(needs))
+    replace_text(needs_file(folder, board.number), json.dumps(needs))
     board.set(Cell.ADAPTER_NEEDS, time.time_ns())  # another number than those of an earlier process
 
 
@@ -44,6 +50,10 @@ class NeedsElsewhere:
         self._folder, self._board, self._all_follow = folder, board, all_follow
         # By front: the number of its file, and the content.
         self._read: dict[int, tuple[int, dict[str, AdapterNeed]]] = {}
+
+    def forget(self, fronts: Iterable[int]) -> None:
+        """Forget the needs of fronts that are lost with their node. If they come back, their needs count again."""
+        self._read |= {front: (0, {}) for front in fronts}
 
     def may_use(self, digest: str) -> bool:
         """Return whether other fronts have requests with an adapter at ranks, or may submit some."""
@@ -75,12 +85,8 @@ class NeedsElsewhere:
         for front in self._board.others():
             number = self._board.read(Cell.ADAPTER_NEEDS, front)
             if front not in self._read or (number and self._read[front][0] != number):
-                self._read[front] = number, _read_file(_file_of(self._folder, front))
+                self._read[front] = number, _read_file(needs_file(self._folder, front))
             yield front, self._read[front][1]
-
-
-def _file_of(folder: Path, front: int) -> Path:
-    return folder / f"adapters-{front}.json"
 
 
 def _read_file(path: Path) -> dict[str, AdapterNeed]:

@@ -10,9 +10,9 @@ The order of a change keeps the promises of `adapter_needs` and `leading`: a fro
 written everything else before, so a copy of this cell is read first and written last. A file is written before the number that
 announces it.
 
-A node that has not heard of another one for LOST_S clears the rows of its fronts: the ranks have dropped their requests. A
-node that has not heard of the leading one for FENCE_S ends its requests before that (`following`), because decisions no longer
-take them into account.
+A node that has not heard of another one for LOST_S clears the rows of its fronts and removes their needs of adapters: the ranks
+have dropped their requests. A node that has not heard of the leading one for FENCE_S ends its requests before that (`following`),
+because decisions no longer take them into account.
 """
 
 import os
@@ -20,14 +20,13 @@ from pathlib import Path
 
 import numpy as np
 
+from server.front.several.adapter_needs import needs_file
 from server.front.several.board import Cell
 from server.front.several.front_map import LEADING_NODE, FrontMap
 from server.front.several.seat import Seat
 from server.front.several.service_state import STATE_FILE
 from server.link.messages import BoardChange, MirroredFile, TableRows
 from server.machine.whole_files import replace_text
-
-_OF_FRONT = ("speed-{}.json", "adapters-{}.json")  # files of each front, in the folder that fronts share
 
 
 class Mirror:
@@ -71,7 +70,7 @@ class Mirror:
 
     def beat(self) -> BoardChange:
         """Return a change without content, which shows that this node is there."""
-        return BoardChange(False, self._version, [], np.zeros((0, 2), np.int64), [])
+        return empty_change(self._version)
 
     def apply(self, node: int, change: BoardChange) -> None:
         """Write what the fronts of another node have written.
@@ -94,8 +93,13 @@ class Mirror:
             self._board.note_leader()
 
     def lose(self, node: int) -> None:
-        """Clear the rows of a lost node's fronts."""
+        """Clear the rows of a lost node's fronts, and remove what their requests needed.
+
+        Raises:
+            OSError: A file cannot be removed.
+        """
         for number in self._fronts.fronts_of(node):
+            needs_file(self._folder, number).unlink(missing_ok=True)
             self._board.clear(number)
 
     def _present(self, num_cells: int | None = None) -> tuple[int, np.ndarray]:
@@ -144,9 +148,9 @@ class Mirror:
     def _paths(self, node: int) -> list[Path]:
         """Return the shared files that a node's fronts write, which may be missing."""
         own = [
-            self._folder / name.format(number)
+            path
             for number in self._fronts.fronts_of(node)
-            for name in _OF_FRONT
+            for path in (self._folder / f"speed-{number}.json", needs_file(self._folder, number))
         ]
         return [self._kept / STATE_FILE, *own] if node == LEADING_NODE else own
 
@@ -163,6 +167,11 @@ class Mirror:
     @staticmethod
     def _read(path: Path) -> MirroredFile:
         return MirroredFile(path.name, path.read_text())
+
+
+def empty_change(version: int = 0) -> BoardChange:
+    """Return a change without content. The version of the service's state is 0 unless the leading node sends it."""
+    return BoardChange(False, version, [], np.zeros((0, 2), np.int64), [])
 
 
 def _differences(now: np.ndarray, before: np.ndarray) -> np.ndarray:

@@ -25,7 +25,6 @@ from server.front.pausing import Pausing
 from server.front.requests import Requests
 from server.front.routing.moves import Moves
 from server.front.routing.routers import ROUTERS
-from server.front.several.adapter_needs import NeedsElsewhere
 from server.front.several.followed_adapters import FollowedAdapters
 from server.front.several.seat import Seat
 from server.front.several.service_state import ServiceState
@@ -149,9 +148,10 @@ class FrontService:
         )  # fmt: skip
         self.following = None if self.fronts is None else self.fronts.following
         self._leading = None if self.fronts is None else self.fronts.leading
-        if seat is not None and self._leading is not None:
+        needs = None if self.fronts is None else self.fronts.needs
+        if self._leading is not None and needs is not None:
             self.adapters.all_follow = self._leading.all_follow
-            self.adapters.places.others = NeedsElsewhere(seat.folder, seat.board, self._leading.all_follow)
+            self.adapters.places.others = needs
             if self._leading.before is not None:
                 self.adapters.places.restore(self._leading.before.places)
         self.all_requests = self._leading or self.requests

@@ -22,6 +22,7 @@ from server.front.journal import Journal
 from server.front.requests import Requests
 from server.front.routing.moves import Moves
 from server.front.routing.router import Router
+from server.front.several.adapter_needs import NeedsElsewhere
 from server.front.several.board import Cell
 from server.front.several.followed_adapters import FollowedAdapters
 from server.front.several.following import FollowingFront
@@ -86,12 +87,14 @@ class FrontOfSeveral:
             self.nodes = OtherNodes(seat, seat.fronts, cluster_key, is_again=has_served)
         self.leading: LeadingFront | None = None
         self.following: FollowingFront | None = None
+        self.needs: NeedsElsewhere | None = None  # if this front leads
         if seat.leads:
             self.leading = LeadingFront(requests, seat.board, seat.kept, decisions)
+            self.needs = NeedsElsewhere(seat.folder, seat.board, self.leading.all_follow)
             moves.all_follow = self.leading.all_follow
             self._watch = watch_fronts(seat.board, events.note)
             if self.nodes is not None:
-                self._follow_nodes(self.nodes, events)
+                self._follow_nodes(self.nodes, self.needs, events)
         else:
             assert adapters is not None, "this front follows"
             self.following = FollowingFront(
@@ -206,7 +209,7 @@ class FrontOfSeveral:
         """Share the figures of the period that has just ended."""
         self._speed.exchange()
 
-    def _follow_nodes(self, nodes: OtherNodes, events: EventLog) -> None:
+    def _follow_nodes(self, nodes: OtherNodes, needs: NeedsElsewhere, events: EventLog) -> None:
         """Note as events which nodes' fronts are lost and which are back, and take over what the lost ones have left."""
 
         def named(node: int) -> str:
@@ -214,6 +217,7 @@ class FrontOfSeveral:
             return f"front{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
         def lose(node: int) -> None:
+            needs.forget(nodes.fronts_of(node))
             events.note("fronts_lost", f"the node of {named(node)} does not answer")
             self.take_over(nodes.fronts_of(node))
 

@@ -69,7 +69,7 @@ class Fronts(Service):
         requests = Desk(shared=self.boards[0]).requests
         self.leading = LeadingFront(requests, self.boards[0], self.folder, self.decisions)
         places = self.adapters.places
-        places.others = NeedsElsewhere(self.folder, self.boards[0], self.leading.all_follow)
+        places.others = self.needs = NeedsElsewhere(self.folder, self.boards[0], self.leading.all_follow)
         if self.leading.before is not None:
             places.restore(self.leading.before.places)
         self.others: list[Other] = []
@@ -245,6 +245,35 @@ async def test_requests_of_a_killed_front_hold_their_places_until_it_is_replaced
     fronts.others = [Other(fronts.folder, fronts.boards[1])]
     await fronts.follow()
     assert "2" not in fronts.waiting
+
+
+@in_loop
+async def test_requests_of_a_front_that_is_lost_with_its_node_hold_no_place(tmp_path: Path) -> None:
+    fronts, _, a, b = await with_a_at_the_other(tmp_path)
+    fronts.others = []
+    await fronts.admitted(b, "2")
+    fronts.clock.now_s += PATIENCE_S
+    fronts.adapters.places._schedule()
+    fronts.boards[0].clear(1)
+    await fronts.follow()
+    assert "2" in fronts.waiting and fronts.needs.num_running(a) == 1, (
+        "a killed one may have requests at ranks"
+    )
+    fronts.needs.forget([1])
+    await fronts.follow()
+    assert "2" not in fronts.waiting and fronts.needs.num_running(a) == 0
+
+
+@in_loop
+async def test_the_needs_of_a_lost_front_count_again_when_its_node_is_back(tmp_path: Path) -> None:
+    fronts, _, a, _ = await with_a_at_the_other(tmp_path)
+    rows = fronts.boards[0].rows_of(range(1, 2))
+    row = rows.copy()
+    fronts.boards[0].clear(1)
+    fronts.needs.forget([1])
+    assert fronts.needs.num_running(a) == 0
+    rows[:] = row
+    assert fronts.needs.num_running(a) == 1
 
 
 class CheckedRanks(FakeRanks):

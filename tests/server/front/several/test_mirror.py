@@ -177,6 +177,20 @@ def test_small_files_of_each_front_travel_and_no_others(tmp_path: Path) -> None:
             nodes.mirrors[0].apply(1, BoardChange(False, 0, [MirroredFile(name, "x")], nothing, []))
 
 
+def test_the_needs_of_a_lost_nodes_fronts_are_removed_elsewhere_only(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, 2)
+    for number in (0, 2, 3):
+        (nodes.fronts[number].folder / f"adapters-{number}.json").write_text("{}")
+    nodes.exchange(1)
+    assert {each.name for each in nodes.fronts[0].folder.glob("adapters-*")} == {
+        f"adapters-{number}.json" for number in (0, 2, 3)
+    }
+    nodes.mirrors[0].lose(1)
+    assert [each.name for each in nodes.fronts[0].folder.glob("adapters-*")] == ["adapters-0.json"]
+    nodes.mirrors[0].apply(1, decode(encode(nodes.mirrors[1].everything())))
+    assert (nodes.fronts[0].folder / "adapters-3.json").read_text() == "{}"
+
+
 def test_a_change_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, 2)
     nothing = np.zeros((0, 2), np.int64)
