@@ -3,8 +3,9 @@
 Counters and histograms are sums. Of gauges, those of a front's own work are sums (`_SUMMED`), and the others describe ranks or
 the service: they are the leading front's. A killed front's counters stay in the sums as they were last scraped, so that no
 counter that Prometheus has seen becomes smaller; what the front counted after that is lost. Each front's last metrics are
-in a file for this, because the leading front may be killed, too. Counters of the ranks' own reports (`_OF_RANKS`) are not kept:
-ranks report totals, which the replacement of the leading front counts again from the start of each engine.
+in a file for this, because the leading front may be killed, too. A front of a node that does not answer may still run: it counts
+as it was last scraped until it answers or has a replacement. Counters of the ranks' own reports (`_OF_RANKS`) are not kept: ranks
+report totals, which the replacement of the leading front counts again from the start of each engine.
 """
 
 import asyncio
@@ -137,12 +138,13 @@ class ServiceMetrics:
         folder = self._seat.folder
         for number, text in texts.items():
             with _tolerating_a_full_disk():
-                replace_text(_file_of(folder, number, pids[number]), text)
+                _keep(_file_of(folder, number, pids[number]), text)
         answering = {_file_of(folder, number, pids[number]) for number in texts}
         living = {_file_of(folder, number, pid) for number, pid in pids.items()}
         old = folder / _OLD
         silent = [path for path in folder.glob("metrics-*.prom") if path not in answering]
-        gone = [path for path in silent if path not in living]
+        # Without a process number, the front is on a node that does not answer: the same process may come back.
+        gone = [path for path in silent if path not in living and pids[_front_of(path)]]
         if gone:  # their sums are kept in one file
             kept = [old.read_text()] if old.exists() else []
             with _tolerating_a_full_disk():
@@ -162,5 +164,22 @@ def _tolerating_a_full_disk() -> Iterator[None]:
         _LOG.warning("metrics are not kept for a restart of a front: %s", error.strerror)
 
 
+def _keep(path: Path, text: str) -> None:
+    """Replace a process's metrics. Those of another process with the same number, on another machine, stay as ended."""
+    if path.exists() and _start_of(path.read_text()) != _start_of(text):
+        path.rename(path.with_stem(f"{path.stem}-ended"))
+    replace_text(path, text)
+
+
+def _start_of(text: str) -> str:
+    """Return when the process started that these metrics describe, or "" on a system without this figure."""
+    return next((line for line in text.splitlines() if line.startswith("process_start_time_seconds ")), "")
+
+
 def _file_of(folder: Path, number: int, pid: int) -> Path:
     return folder / f"metrics-{number}-{pid}.prom"
+
+
+def _front_of(path: Path) -> int:
+    """Return the number of the front that a file belongs to."""
+    return int(path.name.split("-")[1])

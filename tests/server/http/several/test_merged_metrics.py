@@ -102,6 +102,34 @@ def test_what_a_killed_front_counted_stays_and_a_silent_one_counts_as_before(tmp
     assert scrape(counted(0, 1)) == 100 + 10 + 1 + 6
 
 
+def test_a_front_whose_node_did_not_answer_for_a_while_counts_once(tmp_path: Path) -> None:
+    board, other = boards(tmp_path)
+    other.set(Cell.PID, os.getppid())
+    tokens = 'vllm:generation_tokens_total{engine="1",model_name="m"}'
+    texts = [text_of(counted(0, num)) for num in (10, 10, 5)]
+    # A process on another machine, with the same number.
+    texts[2] = texts[2].replace("process_start_time_seconds 1", "process_start_time_seconds 2")
+    assert texts[2] != text_of(counted(0, 5))
+
+    async def fetch(_number: int) -> bytes:
+        return texts.pop(0).encode()
+
+    def scrape() -> float:
+        metrics = ServiceMetrics(counted(0, 100).text, Seat(0, 2, tmp_path, tmp_path, board, 0, 0), fetch)
+        return value_of(asyncio.run(metrics.text()).decode(), tokens)
+
+    assert scrape() == 110
+    row = board.rows_of(range(1, 2)).copy()
+    board.clear(1)
+    assert scrape() == scrape() == 110, "it counts as it was last scraped"
+    board.rows_of(range(1, 2))[:] = row
+    assert scrape() == 110, "the same process answers again"
+    board.clear(1)
+    assert scrape() == 110
+    board.rows_of(range(1, 2))[:] = row
+    assert scrape() == 100 + 10 + 5, "another process has the same number"
+
+
 def test_a_full_disk_spoils_no_scrape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     board, other = boards(tmp_path)
     tokens = 'vllm:generation_tokens_total{engine="1",model_name="m"}'
