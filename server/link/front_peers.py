@@ -56,6 +56,19 @@ class FrontPeer:
                 raise PeerLostError(_why(error)) from error
             yield decode(content)
 
+    async def finish(self) -> None:
+        """Send no more messages, and wait until the other front has taken all of them and ends the stream.
+
+        Raises:
+            PeerLostError: The stream broke, or was refused.
+        """
+        try:
+            await self._call.done_writing()
+        except _BROKEN as error:
+            raise PeerLostError(_why(error)) from error
+        async for _ in self.received():
+            pass
+
 
 @contextlib.asynccontextmanager
 async def stream_to(

@@ -1,7 +1,9 @@
 """The fronts of other nodes, as one of this node sees them (`--fronts per-node`): streams for their boards, and connections.
 
 The first front of a node sends the changes of its node's board (`front.several.mirror`) to that of each other node and takes theirs.
-A stream that breaks begins again with everything.
+A stream that breaks begins again with everything. While the first front of a node is away, the node's other fronts report to the
+leading node that the node is there (`_keep_reporting`). Their requests continue, and decisions that every front must know wait.
+Rejected: another front that exchanges boards meanwhile. Two fronts could then send the same cells in any order.
 
 Requests that a front of another node must answer arrive at a Unix socket in this front, as if that front were on this node
 (`http.several.forwarding`). This module carries the bytes of each such connection to the other front, which passes them on to its own
@@ -19,8 +21,8 @@ from typing import Any
 import grpc.aio
 import numpy as np
 
-from server.front.several.front_map import LEADING_NODE, LOST_S, FrontMap
-from server.front.several.mirror import Mirror
+from server.front.several.front_map import FENCE_S, LEADING_NODE, LOST_S, FrontMap
+from server.front.several.mirror import Mirror, empty_change
 from server.front.several.seat import Seat
 from server.http.several.forwarding import WAIT_S
 from server.link.front_peers import FrontPeer, PeerLostError, stream_to
@@ -34,6 +36,8 @@ _BEAT_S = 0.5  # without changes, an empty one
 _SILENT_S = 3.0  # without a message of that node, a stream to it begins again
 _RETRY_S = 0.1
 _CONNECT_S = 2.0  # for another front to accept a stream
+_REPORT_AFTER_S = 1.5  # without a message of the leading node: at least two beats are missing
+_REPORT_EVERY_S = 0.5
 _MOST_PENDING = 1000  # changes; a receiver that is further behind gets everything
 _CHUNK_BYTES = 1 << 17
 _LOG = logging.getLogger("wideep.front")
@@ -62,7 +66,7 @@ class OtherNodes:
         self._relays: list[asyncio.Server] = []
         self.on_lost: Callable[[int], None] = lambda _node: None
         self.on_back: Callable[[int], None] = lambda _node: None
-        seat.board.note_leader()
+        self._note_reached()
 
     @property
     def lost_fronts(self) -> tuple[int, ...]:
@@ -95,6 +99,8 @@ class OtherNodes:
         if self._mirror is not None:
             work = [self._keep_sending(self._mirror, node) for node in self._fronts.other_nodes]
             self._tasks = [asyncio.create_task(each) for each in (self._keep_looking(self._mirror), *work)]
+        elif self._fronts.node != LEADING_NODE:
+            self._tasks = [asyncio.create_task(self._keep_reporting())]
 
     async def close(self) -> None:
         """End all streams."""
@@ -194,9 +200,39 @@ class OtherNodes:
                 _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
         except ConnectionRefusedError:
             if node == LEADING_NODE:
-                self._seat.board.note_leader()
+                self._note_reached()
             raise
         writer.close()
+
+    def _note_reached(self) -> None:
+        """Record that the leading node is there. If it was silent for too long, only its next message counts, which has the newest
+        state: it may have decided without regard to this node."""
+        if self._seat.board.leader_silent_s <= FENCE_S:
+            self._seat.board.note_leader()
+
+    async def _keep_reporting(self) -> None:
+        """Report to the leading node that this one is there, while the first front of this node does not."""
+        while True:
+            with logging_errors("cannot report to the leading node"):
+                if _REPORT_AFTER_S < self._seat.board.leader_silent_s <= FENCE_S:
+                    await self._report()
+            await asyncio.sleep(_REPORT_EVERY_S)
+
+    async def _report(self) -> None:
+        """Let the leading front hear of this node once, if it can be reached. A process that is stopped does not take the message."""
+        address = self._fronts.first_address(LEADING_NODE)
+        try:
+            await self._reach(LEADING_NODE, address)
+            async with (
+                asyncio.timeout(_CONNECT_S),
+                self._stream_to(address, MirrorOf(self._fronts.node)) as peer,
+            ):
+                await peer.send(empty_change())
+                await peer.finish()
+        except OSError as error:
+            _LOG.debug("the leading node cannot be reached: %s", error)
+        else:
+            self._note_reached()
 
     async def _send_all(self, mirror: Mirror, node: int, peer: FrontPeer) -> None:
         """Send everything, and then every change until that node is silent.

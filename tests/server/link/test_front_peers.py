@@ -65,6 +65,32 @@ def test_messages_go_both_ways_until_one_end_ends_the_stream(key: bytes | None) 
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("key", [None, KEY], ids=["no key", "a cluster key"])
+def test_a_stream_that_finishes_waits_until_the_other_end_has_taken_everything(key: bytes | None) -> None:
+    taken: list[bytes] = []
+
+    async def take(stream: PeerStream[Any]) -> None:
+        async for message in stream.received():
+            await asyncio.sleep(0)
+            taken.append(message.content.tobytes())
+
+    async def run() -> None:
+        async with (
+            front(key=key, on_peer=take) as (_, address),
+            stream_to(address, "secret", MirrorOf(1), cluster_key=key) as peer,
+        ):
+            for content in (b"a", b"b"):
+                await peer.send(some_bytes(content))
+            await peer.finish()
+            assert taken == [b"a", b"b"]
+        async with front(on_peer=None) as (_, address):
+            with pytest.raises(PeerLostError, match="fronts on one node only"):
+                async with stream_to(address, "secret", MirrorOf(1), cluster_key=None) as peer:
+                    await peer.finish()
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(
     ("theirs", "ours", "token", "says"),
     [
