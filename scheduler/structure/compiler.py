@@ -164,7 +164,9 @@ class StructureCompiler:
         self._load_vocabulary = load_vocabulary
         self._lock = threading.Lock()
         self._is_closed = False
-        self._waiting: set[str] = set()  # ids of requests with structures in the queue or being compiled
+        # Requests with structures in the queue or being compiled, by id. A request that was forgotten may come again, with more
+        # tokens, while the job of the earlier one is still there.
+        self._waiting: dict[str, Request] = {}
         self._line = _Line()
         self._threads = _threads_with_stack(NUM_THREADS, STACK_BYTES)
         self.masks = MaskThreads()
@@ -177,16 +179,14 @@ class StructureCompiler:
         `on_ready` is called under the lock. So if `forget` returns False, the request was already handed over.
         """
         with self._lock:
-            self._waiting.add(request.request_id)
+            self._waiting[request.request_id] = request
             self._line.add(request, on_ready)
         self._threads.submit(self._work)
 
     def forget(self, request_id: str) -> bool:
         """Drop a waiting request. Returns False if it does not wait here."""
         with self._lock:
-            waits = request_id in self._waiting
-            self._waiting.discard(request_id)
-        return waits
+            return self._waiting.pop(request_id, None) is not None
 
     def close(self) -> None:
         """End the threads after their present jobs. Nothing may be submitted afterwards."""
@@ -218,8 +218,8 @@ class StructureCompiler:
                 error=f"the structure cannot be compiled: {why}",
             )
         with self._lock:
-            if request.request_id in self._waiting:
-                self._waiting.remove(request.request_id)
+            if self._waiting.get(request.request_id) is request:
+                del self._waiting[request.request_id]
                 on_ready(ready)
 
     def _matcher_for(self, request: Request) -> StructureMatcher:

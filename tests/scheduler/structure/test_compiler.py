@@ -190,6 +190,37 @@ def test_a_request_that_was_forgotten_does_not_come_back() -> None:
     assert ready.empty() and not compiler.forget("2")
 
 
+def test_a_request_that_comes_again_is_not_replaced_by_its_earlier_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was forgotten while it waited, and has more tokens from another rank."""
+    compiler, _ = compiler_of()
+    has_begun, may_end = threading.Event(), threading.Event()
+    ready: queue.Queue[Structured | RequestOutput] = queue.Queue()
+    whole = compiler._matcher_for
+
+    def matcher_for(request: Request) -> StructureMatcher:
+        if not request.replayed_ids:
+            has_begun.set()
+            assert may_end.wait(TIMEOUT_S)
+        return whole(request)
+
+    monkeypatch.setattr(compiler, "_matcher_for", matcher_for)
+    form = Structure("regex", "abc")
+    compiler.submit(request_of("1", form), ready.put)
+    assert has_begun.wait(TIMEOUT_S) and compiler.forget("1")
+    compiler.submit(request_of("1", form, replayed="ab"), ready.put)
+    may_end.set()
+    compiler.submit(request_of("2", form), ready.put)  # the last job of all
+    found = []
+    for _ in range(2):
+        one = ready.get(timeout=TIMEOUT_S)
+        assert isinstance(one, Structured)
+        found.append((one.request.request_id, len(one.request.replayed_ids)))
+    assert found == [("1", 2), ("2", 0)]
+    compiler.close()
+
+
 def test_whoever_hears_that_a_request_does_not_wait_finds_it_handed_over() -> None:
     """An abort or a withdrawal must not overtake the request."""
     compiler, _ = compiler_of()

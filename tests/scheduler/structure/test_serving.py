@@ -11,7 +11,7 @@ import pytest
 
 from scheduler.policy.request import FinishReason, Request, RequestOutput, Structure
 from scheduler.policy.sequence import Sequence
-from scheduler.structure.compiler import Vocabulary
+from scheduler.structure.compiler import OnReady, Vocabulary
 from scheduler.structure.masks import Mask, MaskThreads
 from tests.fixtures import PoolOf
 from tests.support.engines.serving import Served, build, own_share, request, serve
@@ -293,7 +293,11 @@ def test_a_form_that_does_not_compile_on_a_rank_ends_its_request_with_an_error(d
 def test_an_abort_while_a_form_is_compiled_is_answered(directory: Path) -> None:
     built = build(directory, load_vocabulary=lambda: BYTES)
     asked = request("1", (3, 4), structure=FORMS["regex"])
-    built.structures.submit = lambda request, on_ready: built.structures._waiting.add(request.request_id)  # type: ignore[method-assign]
+
+    def submit(request: Request, on_ready: OnReady) -> None:
+        built.structures._waiting[request.request_id] = request
+
+    built.structures.submit = submit  # type: ignore[method-assign]
     built.engine.submit(asked)
     built.engine.abort("1")
     (output,) = serve(built, []).outputs
