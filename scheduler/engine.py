@@ -348,6 +348,8 @@ class Engine:
                 return decision
             if decision is Decision.SLEEP:
                 self._scheduler.collect(self._clock())
+                if self.memory.has_order:  # it would wait for what is kept for expected requests
+                    self._scheduler.expect_none()
                 on_step([], self._stats(0))
                 on_sleep()
                 self._relocation.pace.rest()
@@ -623,6 +625,7 @@ class Engine:
             elif isinstance(item, Structured):
                 self._scheduler.add(item.request, item.matcher)
             elif isinstance(item, RequestOutput):
+                self._scheduler.expect_no_more(item.request_id)  # the scheduler never gets it
                 outputs.append(item)
             elif isinstance(item, ForgetPrefixes):
                 self._scheduler.forget_prefixes(item.generation)

@@ -72,7 +72,7 @@ class FetchesPrefixes(Protocol):
 
 
 class Tiers:
-    """A rank's tiers. The step loop calls `has`, `save`, `load`, `fetch`, `finished` and `forget`."""
+    """A rank's tiers. The step loop calls `has`, `save`, `load`, `stop`, `fetch`, `finished` and `forget`."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class Tiers:
         self.peers: FetchesPrefixes | None = None
         self.prompt_token_s = 0.0  # time that a prompt's token adds to a step; 0 until it is measured
         self._done: deque[SaveJob | LoadJob | FetchJob] = deque()
-        self._lock = Lock()  # of the figures
+        self._lock = Lock()  # of the figures and of `_unbegun`
         self._figures = TierFigures()
         self._counted_s = float("-inf")
         self._jobs: list[SimpleQueue[_Job]] = [SimpleQueue(), SimpleQueue()]
@@ -110,6 +110,7 @@ class Tiers:
             Thread(target=self._work, args=(jobs, make_units, enter_thread), name=name, daemon=True)
             for jobs, name in zip(self._jobs, ("kv-load", "kv-save"), strict=True)
         ]
+        self._unbegun: set[LoadJob] = set()  # loads in the queue of the thread that loads
         self._held_back: list[SaveJob] | None = None
         self._following: SimpleQueue[LoadJob | None] = SimpleQueue()
         self._follower = Thread(  # only ranks that expect requests need it
@@ -175,7 +176,21 @@ class Tiers:
                 self._follower.start()
             self._following.put(load)
         else:
+            self._unbegun.add(load)
             self._jobs[0].put(load)
+
+    def stop(self, load: LoadJob) -> None:
+        """End a load after its present block. If no thread has begun it, `finished` returns it without waiting for others."""
+        load.should_stop = True
+        if self._begin(load):
+            self._done.append(load)
+
+    def _begin(self, load: LoadJob) -> bool:
+        """Take a load, unless another thread took it before."""
+        with self._lock:
+            is_unbegun = load in self._unbegun
+            self._unbegun.discard(load)
+        return is_unbegun
 
     @property
     def has_peers(self) -> bool:
@@ -252,22 +267,26 @@ class Tiers:
         units = make_units()
         early = self._early_saves(units) if jobs is self._jobs[1] else None
         while (job := self._next_job(jobs, early)) is not None:
-            begun_s = time.perf_counter()
-            try:
-                if isinstance(job, LoadJob):
-                    self._load(job, units)
-                else:
-                    self._save(job, units, early)
-            except Exception:  # the thread goes on: a job that never ended would keep its blocks
-                log.exception("A KV block was not copied. It is computed again when it is needed")
-            seconds = time.perf_counter() - begun_s
-            self.note(**{"load_s" if isinstance(job, LoadJob) else "store_s": seconds})
-            self._done.append(job)
+            if isinstance(job, SaveJob) or self._begin(job):
+                self._do(job, units, early)
             if jobs.empty():
                 self._count_records()
                 self.on_idle()
         if early is not None:
             self._do_early(early.close)
+
+    def _do(self, job: SaveJob | LoadJob, units: Units, early: EarlySaves | None) -> None:
+        begun_s = time.perf_counter()
+        try:
+            if isinstance(job, LoadJob):
+                self._load(job, units)
+            else:
+                self._save(job, units, early)
+        except Exception:  # the thread goes on: a job that never ended would keep its blocks
+            log.exception("A KV block was not copied. It is computed again when it is needed")
+        seconds = time.perf_counter() - begun_s
+        self.note(**{"load_s" if isinstance(job, LoadJob) else "store_s": seconds})
+        self._done.append(job)
 
     def _early_saves(self, units: Units) -> EarlySaves | None:
         if self._layers is None or self._host is None or not isinstance(units.blocks, CacheUnit):

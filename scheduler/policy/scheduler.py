@@ -271,6 +271,7 @@ class Scheduler:
         reason = FinishReason.ERROR if error else sequence.finish_reason(self._limits.max_model_len)
         if reason is not None:
             self._refused.append(_end_of(request.request_id, reason, error or ""))
+            self.expect_no_more(request.request_id)
             return
         self._roster.enqueue(sequence)
         if self._tables.tiers is not None:
@@ -290,9 +291,18 @@ class Scheduler:
                 sequence.num_holds_left = 0 if expected.in_step else MOST_HOLDS
                 self._roster.coming[expected.request_id] = (sequence, now_s)
             return
-        self._roster.coming.pop(expected.request_id, None)
+        self.expect_no_more(expected.request_id)
+
+    def expect_no_more(self, request_id: str) -> None:
+        """Give back the blocks of a request that is not handed over to this rank, or that ended before `add`."""
+        self._roster.coming.pop(request_id, None)
         if self._tables.tiers is not None:
-            self._tables.tiers.expect_no_more(expected.request_id)
+            self._tables.tiers.expect_no_more(request_id)
+
+    def expect_none(self) -> None:
+        """Give back the blocks of all expected requests. No request is open, and the rank's memory is to be released."""
+        if self._tables.tiers is not None:
+            self._tables.tiers.give_way()
 
     def receive_moved(self, now_s: float, begun_s: float, *, is_releasing: bool) -> float:
         """Begin and end loads of requests that move here. Returns how long the next step should still wait for them, in seconds.
@@ -540,6 +550,8 @@ class Scheduler:
 
     def _retire(self, sequence: Sequence) -> None:
         self._roster.retire(sequence)
+        if self._tables.tiers is not None:
+            self._tables.tiers.note_end(sequence)
         if self._drafter is not None:
             self._drafter.forget(sequence)
 

@@ -19,6 +19,7 @@ is looked up, at most `MOST_AWAIT_S`. On another node, the server of that node w
 
 A rank that expects a request loads its blocks while the other rank computes them or releases it, so that few are left when it
 arrives. It takes blocks for this only while it has twice as many free, and gives them back if the request does not come.
+When a request ends, its loads stop.
 The last block of a request that moves need not be full (`scheduler.policy.tails`).
 """
 
@@ -58,6 +59,8 @@ class KeepsTiers(Protocol):
     def save(self, save: SaveJob) -> None: ...
 
     def load(self, load: LoadJob) -> None: ...
+
+    def stop(self, load: LoadJob) -> None: ...
 
     def fetch(self, fetch: FetchJob) -> None: ...
 
@@ -308,7 +311,7 @@ class TierTables:
         """Give back the blocks of a request that is not handed over to this rank."""
         load = self._expected.pop(request_id, None)
         if load is not None:
-            load.should_stop = True
+            self._tiers.stop(load)
         self.tails.drop(request_id)
 
     def note_arrival(self, request_id: str) -> None:
@@ -316,10 +319,17 @@ class TierTables:
         if (load := self._expected.get(request_id)) is not None:
             self._arrived.append(load)
 
+    def note_end(self, sequence: Sequence) -> None:
+        """Stop the loads of a request that has ended or leaves the rank. Loaded blocks stay cached, except its tail."""
+        self.expect_no_more(sequence.request.request_id)
+        for load, loading in self._loads.items():
+            if loading.sequence is sequence:
+                self._tiers.stop(load)
+
     def give_way(self) -> None:
-        """Give back the blocks of all expected requests, because one that has come needs them."""
+        """Give back the blocks of all expected requests, because one that has come needs them or the memory is released."""
         for load in self._expected.values():
-            load.should_stop = True
+            self._tiers.stop(load)
         self.tails.drop_all()
 
     def _joins_expected(self, sequence: Sequence, num_shareable: int, now_s: float) -> bool:
@@ -422,7 +432,7 @@ class TierTables:
         is_useful = loading.secret == self._tiers.secret and loading.root == sequence.root_key
         if progress is not None and is_useful and sequence.status is not SequenceStatus.ENDED:
             return loading._replace(progress=progress)
-        load.should_stop = True
+        self._tiers.stop(load)
         sequence.num_looked = sequence.num_admissions + 1  # it does not load the rest
         return loading._replace(progress=loading.progress._replace(until_s=now_s + _STOP_S))
 

@@ -64,6 +64,11 @@ class MemorySwitch:
         return self._ordered
 
     @property
+    def has_order(self) -> bool:
+        """Whether the newest order is not followed yet."""
+        return self._ordered is not self._followed
+
+    @property
     def is_whole(self) -> bool:
         """Whether requests can run."""
         return self._has_experts and self._followed.has_cache

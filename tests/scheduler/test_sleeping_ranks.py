@@ -16,6 +16,7 @@ from moe.expert_weights import digest, read_slot
 from moe.model import Skeleton
 from scheduler.assembly import Assembled
 from scheduler.policy.request import MemoryOrder, RankStats, Request, RequestOutput
+from scheduler.policy.tails import Tail
 from tests.support.engines.crew import Crew, Doom
 from tests.support.engines.serving import PATIENCE_S, build, request, serve
 from tests.support.models.families import VOCABULARY, write_checkpoint
@@ -158,6 +159,23 @@ def test_prefixes_are_forgotten_by_the_device_and_found_in_the_tiers(directory: 
     cached = [each.num_cached_tokens for each in outputs if each.request_id.startswith("second")]
     hosts = [each.num_host_tokens for each in outputs if each.request_id.startswith("second")]
     assert (sum(cached) > 0) == has_tier and sum(hosts) == sum(cached)
+
+
+def test_a_block_that_is_kept_for_a_request_that_does_not_come_delays_no_order(directory: Path) -> None:
+    built = build(directory, max_model_len=160, kv_offloading_bytes=HOST)
+    tiers = built.scheduler._tables.tiers
+    assert tiers is not None
+    (block_id,) = built.scheduler.pool.acquire(1)
+    asleep: list[int] = []
+
+    def keep() -> None:
+        tiers.tails.put("elsewhere", Tail(block_id, bytes(16), 3, float("inf")))
+
+    def look() -> None:
+        asleep.append(built.scheduler.stats.num_free_blocks)
+
+    run(built, submit(built, "first"), keep, order(built, LIGHT), look, order(built, AWAKE))
+    assert asleep == [built.scheduler.stats.num_blocks]
 
 
 @pytest.mark.parametrize("kind", ["plain", "int8", pytest.param("fp8", marks=pytest.mark.slow)])

@@ -61,6 +61,9 @@ class HostTier:
         self._free_s = max(self._free_s, self._clock()) + load.num_loaded * self._block_s
         self._loads.append((self._free_s, load))
 
+    def stop(self, load: LoadJob) -> None:
+        load.should_stop = True
+
     def fetch(self, fetch: FetchJob) -> None:
         raise AssertionError("no rank has a peer")
 

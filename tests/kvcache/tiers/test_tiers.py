@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -155,6 +156,36 @@ def test_a_load_that_should_stop_ends_with_the_blocks_that_it_has(
     early = LoadJob([key_of(0)], [5], state_key=key_of(0), slot=3, should_stop=True)
     rank.do(early)
     assert (early.num_loaded, early.has_state) == (0, False)
+
+
+def test_a_load_that_should_stop_does_not_wait_for_the_one_before_it(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank.do(SaveJob(0, key_of(0)))
+    has_begun, may_end, read = Event(), Event(), rank.tiers._read
+
+    def read_late(*arguments: Any, **how: Any) -> str | None:
+        has_begun.set()
+        assert may_end.wait(30)
+        return read(*arguments, **how)
+
+    monkeypatch.setattr(rank.tiers, "_read", read_late)
+    before, behind = (LoadJob([key_of(0)], [index]) for index in (5, 4))
+    is_idle = Event()
+    rank.tiers.on_idle = is_idle.set
+    rank.tiers.load(before)
+    rank.tiers.load(behind)
+    assert has_begun.wait(30)
+    for load in (behind, before):
+        rank.tiers.stop(load)
+    assert rank.tiers.finished() == [behind]
+    may_end.set()
+    assert is_idle.wait(30), "the last job of the queue was taken back"
+    rank.until(lambda: before in rank.tiers.finished())
+    last = LoadJob([key_of(0)], [4])
+    rank.tiers.load(last)
+    rank.until(lambda: rank.tiers.has_finished)
+    assert rank.tiers.finished() == [last] and (before.num_loaded, behind.num_loaded) == (1, 0)
 
 
 def test_host_memory_is_used_first_and_the_disk_keeps_everything(tmp_path: Path) -> None:

@@ -248,6 +248,39 @@ def test_a_request_that_does_not_come_gives_its_blocks_back_at_once() -> None:
     assert second.pool.num_free == second.pool.num_blocks and not second.scheduler.holds_blocks
 
 
+@pytest.mark.parametrize("end", ["aborted", "withdrawn", "refused"])
+def test_a_request_that_comes_and_ends_in_the_step_in_which_its_load_ends_leaves_no_block(end: str) -> None:
+    first = rank_of_host()
+    second = rank_of_host(other=first)
+    request = ask("r", prompt_of(33), max_tokens=5)
+    expect(second, request)
+    tokens = tuple(begin(first, request).token_ids)
+    [load] = second.tiers._follows
+    while load.is_open:
+        second.tiers._fill_next(load)
+    comes = replace(request, replayed_ids=tokens)
+    if end == "refused":  # it has all its tokens
+        comes = replace(comes, params=replace(request.params, max_tokens=1))
+    second.scheduler.add(comes)
+    if end == "aborted":
+        second.scheduler.abort("r")
+    elif end == "withdrawn":
+        second.scheduler.withdraw("r")
+    second.scheduler.expire(0.0)
+    second.scheduler.collect(0.0)
+    assert not second.scheduler.holds_blocks and second.pool.num_free == second.pool.num_blocks
+
+
+def test_a_refused_request_gives_up_a_load_that_goes_on() -> None:
+    second = rank_of_host(other=rank_of_host())
+    request = ask("r", prompt_of(33), max_tokens=1)
+    expect(second, request)
+    second.scheduler.add(replace(request, replayed_ids=(1,)))
+    second.scheduler.expire(0.0)
+    second.scheduler.collect(0.0)
+    assert not second.scheduler.holds_blocks and second.pool.num_free == second.pool.num_blocks
+
+
 def test_no_block_is_taken_for_a_request_that_is_expected_if_half_of_them_are_in_use() -> None:
     second = rank_of_host(num_blocks=24)
     expect(second, ask("r", prompt_of(53)))

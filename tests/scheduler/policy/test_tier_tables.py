@@ -177,15 +177,11 @@ def test_no_load_lasts_longer_than_its_bound() -> None:
     rank.drain()
 
 
-@pytest.mark.parametrize("end", ["aborted", "forgotten"])
-def test_a_long_load_that_nothing_needs_stops(end: str) -> None:
+def test_a_long_load_of_forgotten_prefixes_stops() -> None:
     rank, load = rank_that_loads()
     rank.tiers.prompt_token_s = 100.0
     rank.tiers.fill(1)
-    if end == "aborted":
-        rank.scheduler.abort("loads")
-    else:
-        rank.scheduler.forget_prefixes(5)
+    rank.scheduler.forget_prefixes(5)
     rank.plan(now_s=9.8 + MOST_LOAD_S)
     assert load.should_stop
     rank.drain()
@@ -230,10 +226,38 @@ def test_an_aborted_request_leaves_what_was_loaded_to_the_next() -> None:
     rank.tiers.is_prompt, rank.tiers.chance = False, 0.0
     rank.scheduler.add(ask("leaves", [*PREFIX, 3]))
     assert not rank.plan().items
+    rank.tiers.fill(2)
     assert rank.scheduler.abort("leaves") is not None
-    num_loads, rank.tiers.chance = rank.tiers.num_loads, 1.0
+    rank.scheduler.collect(0.0)
+    [*matched] = rank.pool.match(PREFIX)
+    assert not rank.scheduler.holds_blocks and len(matched) >= 2
+    rank.tiers.chance = 1.0
     serve(rank, ask("next", [*PREFIX, 2]))
-    assert rank.tiers.num_loads == num_loads and rank.outputs["next"][0].num_cached_tokens == len(PREFIX)
+    assert rank.outputs["next"][0].num_cached_tokens == len(PREFIX)
+
+
+@pytest.mark.parametrize("end", ["aborted", "withdrawn"])
+def test_loads_of_a_request_that_ends_stop_also_behind_another_one(end: str) -> None:
+    """The thread that loads may be busy for long. What it has not begun comes back at once."""
+    first, second = [PREFIX[at:] + PREFIX[:at] for at in range(2)]
+    rank = rank_that_lost_its_memory(first, second)
+    rank.tiers.hangs = True
+    for name, prefix in (("begun", first), ("behind", second)):
+        rank.scheduler.add(ask(name, [*prefix, 3]))
+        assert not rank.plan(now_s=10.0).items
+    loads = list(rank.tiers._loads)
+    assert len(loads) == 2 and rank.pool.num_free == 40 - 12
+    for name in ("begun", "behind"):
+        if end == "aborted":
+            rank.scheduler.abort(name)
+        else:
+            rank.scheduler.withdraw(name)
+    assert all(load.should_stop for load in loads)
+    rank.scheduler.collect(10.0)
+    assert rank.tiers._loads == loads[:1] and rank.pool.num_free == 40 - 6
+    rank.tiers.hangs = False
+    rank.scheduler.collect(10.0)
+    assert rank.pool.num_free == 40 and not rank.scheduler.holds_blocks
 
 
 def test_saves_hold_at_most_a_fourth_of_the_blocks_and_the_rest_is_counted() -> None:

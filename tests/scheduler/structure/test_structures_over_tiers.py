@@ -1,13 +1,19 @@
 """Structured answers under constant eviction to tiers, and moved between ranks at every step, are those of a rank alone."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from scheduler.policy.request import Request
+from scheduler.engine import Engine
+from scheduler.policy.request import Expected, Request, Structure, Withdraw
 from scheduler.policy.speculative import parse_speculative_config
 from tests.fixtures import PoolOf
+from tests.scheduler.policy.test_hand_over import prompt_of, rank_of_host
+from tests.scheduler.policy.test_tier_tables import ask
+from tests.scheduler.structure.test_compiler import compiler_of
 from tests.scheduler.structure.test_serving import BYTES, END, FORMS, texts
 from tests.scheduler.test_moved_requests import STAY, Pace, serve_moving
 from tests.support.engines.serving import build, occupy, request, serve
@@ -70,6 +76,36 @@ def test_structures_are_the_same_under_constant_eviction(
     stats = built.scheduler.stats
     assert stats.num_free_blocks == stats.num_blocks - occupied
     assert stats.tiers is not None and stats.tiers.host_hit_tokens > 0 and stats.tiers.num_faults == 0
+
+
+@pytest.mark.parametrize("end", ["aborted", "withdrawn", "not compiled"])
+def test_an_expected_request_that_ends_before_its_structure_is_compiled_gives_its_blocks_back(
+    end: str,
+) -> None:
+    """Otherwise they are held until the load ends, a minute later: the other rank saves nothing more."""
+    rank = rank_of_host()
+    compiler, gate = compiler_of(is_open=False)
+    scheduler = rank.scheduler
+    engine = Engine(0, scheduler, Mock(), Mock(), Mock(), Mock(), compiler, Mock(), memory=Mock())
+    comes = ask("r", prompt_of(33))
+    form = Structure("regex", "(" if end == "not compiled" else "a")
+    comes = replace(comes, params=replace(comes.params, structure=form))
+    engine.expect(Expected("r", comes))
+    engine.submit(comes)
+    engine._take_inbox()
+    assert rank.pool.num_free < rank.pool.num_blocks
+    engine._has_news.clear()
+    if end == "aborted":
+        engine.abort("r")
+    elif end == "withdrawn":
+        engine.withdraw(Withdraw("r"))
+    gate.opened.set()
+    assert engine._has_news.wait(20)
+    (output,) = engine._take_inbox()
+    assert output.is_returned or output.finish_reason is not None
+    scheduler.collect(0.0)
+    assert rank.pool.num_free == rank.pool.num_blocks and not scheduler.holds_blocks
+    compiler.close()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -31,6 +31,7 @@ class FakeTiers:
         self._states: dict[bytes, list[int]] = shared._states if shared else {}
         self._saves: list[tuple[SaveJob, Any]] = []  # with the content when the save was ordered
         self._loads: list[LoadJob] = []
+        self._stopped: list[LoadJob] = []  # before they began
         self._follows: list[LoadJob] = []  # loads that wait for what other ranks save
         self._fetches: list[FetchJob] = []
         # Another node has everything that was saved, as `_blocks` and `_states`.
@@ -46,7 +47,8 @@ class FakeTiers:
 
     @property
     def num_open(self) -> int:
-        return len(self._saves) + len(self._loads) + len(self._follows) + len(self._fetches)
+        jobs: list[list[Any]] = [self._saves, self._loads, self._stopped, self._follows, self._fetches]
+        return sum(map(len, jobs))
 
     def has(self, key: bytes, *, is_state: bool = False) -> bool:
         return key in (self._states if is_state else self._blocks)
@@ -58,6 +60,12 @@ class FakeTiers:
         assert load.keys or load.state_key, "a load of nothing"
         (self._follows if load.until_s else self._loads).append(load)
         self.num_loads += 1
+
+    def stop(self, load: LoadJob) -> None:
+        load.should_stop = True
+        if load in self._loads[1:]:  # the first one has begun
+            self._loads.remove(load)
+            self._stopped.append(load)
 
     def lose_all(self) -> None:
         """Forget the records here. The other node keeps them."""
@@ -79,7 +87,8 @@ class FakeTiers:
         )
 
     def finished(self) -> list[SaveJob | LoadJob | FetchJob]:
-        done: list[SaveJob | LoadJob | FetchJob] = []
+        done: list[SaveJob | LoadJob | FetchJob] = [*self._stopped]
+        self._stopped.clear()
         while self._saves and self._is_time():
             save, content = self._saves.pop(0)
             assert self._content(save.index, is_state=save.is_state) == content, (
