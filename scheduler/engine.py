@@ -385,11 +385,13 @@ class Engine:
             wait_cause=agreement.wait_cause,
         )
         seconds = time.perf_counter() - begun_s
+        # A commit takes the blocks of sequences that end; the draft layers still write their rows.
+        tables = [item.sequence.block_ids for item in batch.items]
         with self._saving_later():
             self._commit(batch, sampled, seconds, agreement)
             self._hand_out(on_step, batch.num_tokens)
             if self._runner.makes_drafts:
-                self._make_drafts(batch, agreement)
+                self._make_drafts(batch, tables, agreement)
 
     def _release(self, on_step: OnStep) -> None:
         """Release the running requests that leave for other ranks. Those know about it since they agreed on this step."""
@@ -480,10 +482,10 @@ class Engine:
         self._note_step(batch, seconds, agreement)
         self._outputs += self._scheduler.commit(batch, *sampled) + batch.begun
 
-    def _make_drafts(self, batch: StepBatch, agreement: Agreement) -> None:
+    def _make_drafts(self, batch: StepBatch, tables: list[list[int]], agreement: Agreement) -> None:
         begun_s = time.perf_counter()
         self._runner.make_drafts(
-            batch, agreement.draft_depth, agreement.agreed_tokens, wait_cause=agreement.wait_cause
+            batch, tables, agreement.draft_depth, agreement.agreed_tokens, wait_cause=agreement.wait_cause
         )
         if self._drafter is not None and not agreement.has_prefill:
             passes = max(agreement.draft_depth, 1)

@@ -8,10 +8,15 @@ known. With several layers, each runs over all of the step's rows, with tokens s
 rejected draft, the entries of the second and later layers stay in the cache, so a later draft may be worse. Rows of
 images are shifted like the tokens that they replace, and positions are those of the step, as in vLLM.
 
+Rows of requests that end with the step, or continue on another rank, run too: other requests may use their blocks, from the cache
+or a tier. Nothing takes these blocks before the next step is planned. The second and later layers leave out their last rows, because
+the tokens of these are not known yet.
+
 A draft is sampled as its token will be: with the request's rules, penalties and structure, and the random number of its
 place. So if layer and model agree on the probabilities, they draw the same token.
 """
 
+from collections.abc import Sequence as Series
 from dataclasses import dataclass, field
 
 import torch
@@ -31,6 +36,7 @@ class _Line:
     """The rows of one sequence that the step computed, and the drafts after them."""
 
     sequence: Sequence
+    block_ids: Series[int]  # also of a sequence that has ended
     start: int
     num_rows: int
     row: int  # index of the first one in the newest pass
@@ -48,7 +54,7 @@ class _Line:
         return Span(
             start,
             length,
-            sequence.block_ids,
+            self.block_ids,
             is_long=sequence.is_long,
             axes=axes_of(images, start, length),
             images=rows_in(images, start + ahead, length),
@@ -76,15 +82,16 @@ class DraftPasses:
         self._drafter, self._made = drafter, made
 
     @torch.inference_mode()
-    def run(self, batch: StepBatch, depth: int, agreed_tokens: int) -> None:
+    def run(self, batch: StepBatch, tables: Series[Series[int]], depth: int, agreed_tokens: int) -> None:
         """Draft after a step that was just committed. Collective. Writes only to the cache of the draft layers.
 
         Args:
             batch: Batch of the step.
+            tables: The blocks of each item's sequence before the commit, which takes those of ended ones.
             depth: Most drafts per sequence; equal on all ranks, as is `agreed_tokens`.
             agreed_tokens: Agreed tokens of the step.
         """
-        lines = _lines_of(batch)
+        lines = _lines_of(batch, tables)
         drafting = [line for line in lines if _can_draft(line.sequence)]
         limits = self._drafter.limits([line.sequence for line in drafting])
         for line, limit in zip(drafting, limits, strict=True):
@@ -127,7 +134,7 @@ class DraftPasses:
         block_tokens = self._model.step.block_tokens
         for line in lines:
             place = line.start + line.num_rows
-            is_held = place < len(line.sequence.block_ids) * block_tokens
+            is_held = place < len(line.block_ids) * block_tokens
             if len(line.drafts) == pass_ < line.most and is_held:
                 spans.append(line.span(place, 1, 1))
                 hidden.append(line.row + line.num_rows - 1)
@@ -158,17 +165,18 @@ class DraftPasses:
             line.take(token_id)
 
 
-def _lines_of(batch: StepBatch) -> list[_Line]:
-    """Return the rows of running sequences, without those of rejected drafts."""
+def _lines_of(batch: StepBatch, tables: Series[Series[int]]) -> list[_Line]:
+    """Return the rows before a known token, so without those of rejected drafts."""
     lines, row = [], 0
-    for item in batch.items:
-        kept = item.sequence.num_computed - item.start
-        if item.sequence.status is SequenceStatus.RUNNING and kept > 0:
-            lines.append(_Line(item.sequence, item.start, kept, row))
+    for item, block_ids in zip(batch.items, tables, strict=True):
+        kept = min(item.num_tokens, len(item.sequence.token_ids) - 1 - item.start)
+        if kept > 0:
+            lines.append(_Line(item.sequence, block_ids, item.start, kept, row))
         row += item.num_tokens
     return lines
 
 
 def _can_draft(sequence: Sequence) -> bool:
-    """Whether the newest token is known and all tokens before it have run."""
-    return len(sequence.token_ids) == sequence.num_computed + 1
+    """Whether it runs, the newest token is known, and all tokens before it have run."""
+    is_running = sequence.status is SequenceStatus.RUNNING
+    return is_running and len(sequence.token_ids) == sequence.num_computed + 1

@@ -5,6 +5,7 @@ one before still runs: its rows take that step's tokens on the device. Nothing e
 before `sample`, which comes after the earlier step was read. So penalties, seeds and rules see every token.
 """
 
+from collections.abc import Sequence as Series
 from dataclasses import dataclass, replace
 from time import perf_counter, perf_counter_ns, sleep
 from typing import Any, NamedTuple, Protocol
@@ -234,11 +235,19 @@ class Runner:
         """Whether `make_drafts` must be called after every step, on all ranks."""
         return self._passes is not None
 
-    def make_drafts(self, batch: StepBatch, depth: int, agreed_tokens: int, *, wait_cause: str) -> None:
+    def make_drafts(
+        self,
+        batch: StepBatch,
+        tables: Series[Series[int]],
+        depth: int,
+        agreed_tokens: int,
+        *,
+        wait_cause: str,
+    ) -> None:
         """Run the draft passes after a step; see `DraftPasses.run`. `wait_cause` is the step's."""
         assert self._passes is not None, "the model's layers for multi-token prediction were not loaded"
         begun_ns = perf_counter_ns()
-        self._passes.run(batch, depth, agreed_tokens)
+        self._passes.run(batch, tables, depth, agreed_tokens)
         self.dispatcher.begin_check()()
         self.figures = self.figures.plus(self._times(begun_ns, wait_cause))
 

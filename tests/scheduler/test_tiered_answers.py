@@ -205,6 +205,35 @@ def test_blocks_are_saved_after_the_draft_layers_have_written_them(tmp_path: Pat
     assert num_compared > 10 and not begun
 
 
+@pytest.mark.parametrize("end", ["handed over", "one token"])
+def test_draft_layers_also_write_the_blocks_of_a_request_that_leaves_with_its_prompt(
+    tmp_path: Path, end: str
+) -> None:
+    """Such blocks are saved and shared as all others."""
+    write_mtp_checkpoint("deepseek_v3", tmp_path, change=partial(foresee, share=SHARE))
+    prompt = [(7 * place) % VOCABULARY for place in range(48)]
+    stays = request("r", prompt, max_tokens=3)
+    leaves = replace(stays, hands_over=True) if end == "handed over" else request("r", prompt, max_tokens=1)
+
+    def draft_blocks(served: Request) -> list[bytes]:
+        built = build(
+            tmp_path,
+            max_model_len=160,
+            kv_offloading_bytes=HOST,
+            speculative_config=parse_speculative_config(MTP),
+        )
+        serve(built, [served])
+        built.engine.close()
+        cache, num_layers = built.runner.cache, built.model.skeleton.num_mtp_layers
+        assert num_layers > 0
+        block_ids = built.scheduler.pool.match(prompt)
+        return [cache.block_bytes(layer, each) for layer in range(-num_layers, 0) for each in block_ids]
+
+    written = draft_blocks(stays)
+    assert len(written) == 3 and all(any(each) for each in written)
+    assert draft_blocks(leaves) == written
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe"], indirect=True, scope="module")
 def test_the_comparison_sees_a_wrong_block(family: tuple[Path, Answers], tmp_path: Path) -> None:
     """A record that passes for another one would change the answers: without the checksum, the test above fails."""

@@ -42,7 +42,7 @@ def test_dispatches_wait_for_the_cause_and_combines_for_experts(
 
     runner = _runner_of(dispatcher, passes=SimpleNamespace(run=wait))
     for times in (1, 2):
-        runner.make_drafts(NO_BATCH, 0, 0, wait_cause=cause)
+        runner.make_drafts(NO_BATCH, [], 0, 0, wait_cause=cause)
         waits_s = dict(zip(WAIT_CAUSES, runner.figures.wait_causes_s.tolist(), strict=True))
         waited = {name: wait_s * 1e9 for name, wait_s in waits_s.items() if wait_s}
         assert waited == pytest.approx({name: times * ns for name, ns in expected.items()}), (
@@ -56,7 +56,7 @@ def test_time_between_two_steps_is_counted_and_sleep_is_not(monkeypatch: pytest.
     parts: Any = SimpleNamespace(run=lambda *_: None, begin_check=lambda: no_errors, waits=Waits(0, 0, 0))
     runner = _runner_of(parts, passes=parts)
     for sleeps in (False, True, False, False):
-        runner.make_drafts(NO_BATCH, 0, 0, wait_cause="other")
+        runner.make_drafts(NO_BATCH, [], 0, 0, wait_cause="other")
         if sleeps:
             runner.rest()
     figures = runner.figures
