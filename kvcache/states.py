@@ -12,7 +12,7 @@ Knows numbers and keys, not memory; the tensors are elsewhere. Uses no torch and
 Idea: state snapshots in a prefix cache, as in Marconi (Pan et al., 2024) and vLLM's hybrid cache."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 NO_STATE = -1  # no slot: read a state of zeros, write nothing
@@ -84,9 +84,19 @@ class StatePool:
         self._num_promised -= 1
         return self._take()
 
-    def take_left_over(self) -> int | None:
-        """Hold a slot that is not promised, if any."""
-        return self._take() if self.num_left_over > 0 else None
+    def take_left_over(self, avoided: Collection[int] = ()) -> int | None:
+        """Hold a slot that is not promised, if any. `avoided`: slots that are not taken."""
+        if self.num_left_over <= 0:
+            return None
+        if avoided:
+            slot = next((each for each in (*self._free[::-1], *self._cached) if each not in avoided), None)
+            if slot is None:
+                return None
+            if slot in self._cached:
+                self.forget(self._key_of[slot])
+            self._free.remove(slot)
+            self._free.append(slot)
+        return self._take()
 
     def give(self, slot: int, *, is_promised: bool = False) -> None:
         """Release one hold. `is_promised`: the caller may take a slot again."""

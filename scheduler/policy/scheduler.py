@@ -181,7 +181,7 @@ class Scheduler:
 
     def use_tiers(self, tiers: KeepsTiers) -> None:
         """Keep blocks in tiers below the pool. Call it before the first request."""
-        self._tables.use_tiers(tiers)
+        self._tables.use_tiers(tiers, self._slots_in_flight)
 
     def collect(self, now_s: float) -> None:
         """Take back what the tiers have saved or loaded. `schedule` does it too."""
@@ -241,6 +241,10 @@ class Scheduler:
             self._tables.vacate(sequence)
         self._refused.clear()
         self._roster.coming.clear()
+
+    def _slots_in_flight(self) -> set[int]:
+        """Return the state slots that steps in flight read. If steps overlap, they may be free already."""
+        return {piece.read for batch in self._in_flight for item in batch.items for piece in item.pieces}
 
     def _drop_in_flight(self) -> None:
         for batch in self._in_flight:

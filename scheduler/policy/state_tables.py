@@ -5,8 +5,8 @@ writes the other slot. The slot it read is released at commit, so a step may be 
 writes the state after each of its tokens; the states after wrong drafts are released.
 
 If steps overlap, the next step of a sequence is planned while one is in flight. It writes the slot that the earlier one
-reads, or leaves it to another sequence: the device runs them in order. Then a step cannot be run again, so only a rank that
-serves alone overlaps such steps.
+reads, or leaves it to another sequence: the device runs them in order. Loads from a tier do not keep that order, so they leave
+such slots out (`scheduler.policy.tier_tables`). Then a step cannot be run again, so only a rank that serves alone overlaps such steps.
 
 Snapshots are taken at the ends of blocks: at the end of a prompt's shareable part, where a prompt departs from what is
 cached (others will depart there too), and every `STRIDE` tokens in between. During generation the newest block end is a

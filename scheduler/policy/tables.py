@@ -8,7 +8,7 @@ Does not know budgets or order; `scheduler.policy.scheduler` decides which seque
 """
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Series
 
 from kvcache.blocks import BlockPool
@@ -48,9 +48,9 @@ class BlockTables:
         self.prefix_query_tokens = 0  # counter: prompt tokens looked up at a first admission
         self.prefix_hit_tokens = 0  # counter: those found
 
-    def use_tiers(self, tiers: KeepsTiers) -> None:
-        """Save blocks to tiers, and load prefixes from them. Call it before the first request."""
-        self.tiers = TierTables(tiers, self._pool, self._state_pool)
+    def use_tiers(self, tiers: KeepsTiers, slots_in_flight: Callable[[], Collection[int]]) -> None:
+        """Save blocks to tiers, and load prefixes from them. Call it before the first request. `slots_in_flight`: see `TierTables`."""
+        self.tiers = TierTables(tiers, self._pool, self._state_pool, slots_in_flight)
         self._pool.forget_prefixes(tiers.secret)
         if self._states is not None:
             self._states.on_snapshot = self.tiers.offer_state

@@ -24,6 +24,7 @@ The last block of a request that moves need not be full (`scheduler.policy.tails
 """
 
 from collections import Counter
+from collections.abc import Callable, Collection
 from typing import NamedTuple, Protocol
 
 from kvcache.blocks import BlockPool
@@ -134,8 +135,16 @@ class _Awaited(NamedTuple):
 class TierTables:
     """The jobs of one rank's tiers. Only the scheduler's thread uses it."""
 
-    def __init__(self, tiers: KeepsTiers, pool: BlockPool, states: StatePool | None) -> None:
+    def __init__(
+        self,
+        tiers: KeepsTiers,
+        pool: BlockPool,
+        states: StatePool | None,
+        slots_in_flight: Callable[[], Collection[int]],
+    ) -> None:
+        """`slots_in_flight`: returns the state slots that steps in flight read. No load may write them."""
         self._tiers, self._pool, self._states = tiers, pool, states
+        self._slots_in_flight = slots_in_flight
         self._loads: dict[LoadJob, _Loading] = {}
         self._fetches: dict[FetchJob, _Fetching] = {}
         self._awaited: dict[Sequence, _Awaited] = {}
@@ -385,7 +394,9 @@ class TierTables:
         else:
             return None
         missing = keys[num_matched:end]
-        slot = states.take_left_over() if all(self._tiers.has(key) for key in missing) else None
+        if not all(self._tiers.has(key) for key in missing):
+            return None
+        slot = states.take_left_over(self._slots_in_flight())
         return None if slot is None else LoadJob(missing, state_key=keys[end - 1], slot=slot)
 
     def collect(self, now_s: float) -> None:

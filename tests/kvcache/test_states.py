@@ -49,6 +49,20 @@ def test_the_least_recently_held_snapshot_goes_first_and_held_ones_stay() -> Non
     assert [pool.find([key]).slot for key in keys] == [slots[0], NO_STATE, slots[2]]
 
 
+def test_avoided_slots_are_left_and_stay_snapshots() -> None:
+    pool = StatePool(3)
+    slots = [pool.take_left_over() for _ in range(3)]
+    for slot, key in zip(slots, [b"a", b"b", b""], strict=True):
+        assert slot is not None
+        if key:
+            pool.publish(slot, key)
+        pool.give(slot)
+    assert pool.take_left_over({slots[0], slots[2]}) == slots[1], "a free one would come first"
+    assert pool.find([b"b"]).slot == NO_STATE and pool.find([b"a"]).slot == slots[0]
+    assert pool.take_left_over({slots[0], slots[2]}) is None
+    assert pool.take_left_over({slots[0]}) == slots[2] and pool.num_free == 1
+
+
 def test_what_is_forgotten_is_free_once_nobody_holds_it() -> None:
     pool = StatePool(1)
     slot = pool.take_left_over()

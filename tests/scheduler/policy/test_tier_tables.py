@@ -1,6 +1,7 @@
 """How a scheduler uses its tiers: what waits for a load, for how long, and what is counted."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -16,11 +17,18 @@ from tests.support.models.fake_model import PlannedRank, serve_alone
 LENGTH = 64
 
 
-def rank_with_tiers(*, num_blocks: int = 12, max_num_seqs: int = 4, states: int = 0) -> PlannedRank:
+def rank_with_tiers(
+    *, num_blocks: int = 12, max_num_seqs: int = 4, states: int = 0, overlaps: bool = False
+) -> PlannedRank:
     pool = BlockPool(num_blocks, 4)
     slots = StatePool(states) if states else None
     scheduler = Scheduler(
-        pool, max_num_seqs=max_num_seqs, max_num_batched_tokens=32, max_model_len=num_blocks * 4, states=slots
+        pool,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=32,
+        max_model_len=num_blocks * 4,
+        states=slots,
+        overlaps=overlaps,
     )
     rank = PlannedRank(pool, scheduler, 32, slots)
     rank.tiers = FakeTiers(rank, seed=1, loss=0.0)
@@ -79,9 +87,9 @@ def moved(name: str, tokens: list[int]) -> Request:
     return replace(ask(name, tokens[:-2], max_tokens=9), replayed_ids=tuple(tokens[-2:]))
 
 
-def rank_that_lost_its_memory(*prefixes: list[int]) -> PlannedRank:
+def rank_that_lost_its_memory(*prefixes: list[int], **settings: Any) -> PlannedRank:
     """Return a rank that has prefixes in its tiers only, and does not load anything yet."""
-    rank = rank_with_tiers(num_blocks=40)
+    rank = rank_with_tiers(num_blocks=40, **settings)
     for number, prefix in enumerate(prefixes):
         serve(rank, ask(f"first {number}", [*prefix, 0]))
     rank.scheduler.free_cached()
@@ -205,6 +213,33 @@ def test_blocks_without_their_state_are_of_no_use_so_a_long_load_is_compared_wit
     (output, *_) = rank.outputs["loads"]
     assert output.num_cached_tokens == output.num_host_tokens == 0
     assert rank.tiers.figures.host_hit_tokens == 0
+
+
+@pytest.mark.parametrize("states", [3, 4, 5])
+def test_no_load_writes_a_state_that_a_step_in_flight_reads(states: int) -> None:
+    """A thread loads while the device runs the step. The next step of the sequence that reads the state is planned already."""
+    first, second = [PREFIX[at:] + PREFIX[:at] for at in range(2)]
+    rank = rank_that_lost_its_memory(first, second, states=states, overlaps=True)
+    runs, waits = ask("runs", [*first, 3], max_tokens=8), ask("waits", [*second, 3], max_tokens=3)
+    rank.scheduler.add(runs)
+    rank.plan()
+    rank.tiers.chance = 1.0
+    assert rank.plan().items, "its prefix is loaded"
+    rank.tiers.chance = 0.0
+    rank.scheduler.add(waits)
+    for _ in range(3):
+        assert rank.plan().items
+        read = {
+            piece.read for launched in rank.launched for item in launched.batch.items for piece in item.pieces
+        }
+        assert read.isdisjoint(load.slot for load in rank.tiers._loads)
+        rank.finish()
+    assert len(rank.tiers._loads) == (states > 3), "of three slots, only the one that is read is left over"
+    rank.tiers.chance = 1.0
+    rank.drain()
+    for request in (runs, waits):
+        assert rank.tokens_of(request.request_id) == serve_alone(request, LENGTH)[0]
+    assert rank.outputs["waits"][0].num_cached_tokens == (len(PREFIX) if states > 3 else 0)
 
 
 def test_prefixes_forgotten_during_a_load_are_not_used() -> None:
