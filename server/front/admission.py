@@ -33,6 +33,9 @@ class SharedCounts(Protocol):
     def count_choice(self, key_id: str, by: int) -> None:
         """Count an accepted choice of this front, or with -1 one that has its outcome."""
 
+    def count_submitted(self, by: int) -> None:
+        """Count a choice of this front that gets its first rank, or with -1 such a choice that has its outcome."""
+
     def count_answer(self, by: int) -> None:
         """Count an answer of this front that begins, or with -1 one that ends."""
 

@@ -109,6 +109,7 @@ class Generation:
         self.index = index
         self.rank = rank
         self.asker = NOBODY
+        self.was_submitted = False  # whether a rank has it, or had it
         self.num_moves = 0  # number of times that a rank released it, except draining ranks
         self.is_resuming = False  # whether it has tokens and waits for the first one after a move
         self.is_handed_over = False  # whether that move was a hand-over
@@ -207,7 +208,7 @@ class Generation:
 
     def move(self, rank: int, now_s: float) -> None:
         """Continue on another rank, which has not seen the choice yet."""
-        self.rank = rank
+        self.rank, self.was_submitted = rank, True
         self.submitted_s = now_s
 
     def end(self, reason: FinishReason, failure: ApiError | None = None) -> None:

@@ -98,7 +98,8 @@ class Requests:
             adapters.on_resident, adapters.on_failed = self._waiting.submit_parked, self._fail_adapter
         self._due: list[Answer] = []  # answers with pieces of the step being delivered
         self._closed: ApiError | None = None
-        self._paused_by: set[str] = set()
+        self._paused_by: dict[str, bool] = {}  # whether each pause keeps also requests that ranks had
+        self._num_submitted = 0  # open choices that a rank has, or had
         self._num_answers = 0
         self._is_empty = asyncio.Event()
         self._is_empty.set()
@@ -251,8 +252,10 @@ class Requests:
 
     @property
     def num_at_ranks(self) -> int:
-        """Accepted choices that ranks have."""
-        return len(self._open) - len(self._waiting)
+        """Accepted choices that ranks have. If no pause withdraws, they include choices on their way to the next rank."""
+        if self._router.is_paused:
+            return len(self._open) - len(self._waiting)
+        return self._num_submitted
 
     def abort_all(self, *, why: str = "it falls asleep") -> None:
         """End every open request as aborted: clients get what was generated so far. Lines of batches are retried later."""
@@ -266,18 +269,19 @@ class Requests:
 
         Args:
             by: Who pauses. Requests continue when all have resumed.
-            withdraws: With False, requests at ranks end there, and only later ones are kept.
+            withdraws: With False, requests that ranks have, or had, end at these or other ranks. Only later ones are kept, and
+                those that the same pause has already withdrawn.
         """
-        self._paused_by.add(by)
-        self._router.is_paused = True
+        self._paused_by[by] = withdraws or self._paused_by.get(by, False)
+        self._router.is_paused = any(self._paused_by.values())
         for request_id, rank in self._router.plan_pause().items() if withdraws else ():
             self._ranks.post(rank, Withdraw(request_id, even_if_begun=True))
 
     def resume(self, *, by: str = SLEEP) -> None:
         """Submit the requests that `pause` kept. Their ranks may have lost all cached prefixes since."""
-        self._paused_by.discard(by)
-        if not self._paused_by:
-            self._router.is_paused = False
+        self._paused_by.pop(by, None)
+        self._router.is_paused = any(self._paused_by.values())
+        if not self._router.is_paused:
             self._waiting.submit_parked()
 
     def forget_prefixes(self) -> None:
@@ -381,14 +385,24 @@ class Requests:
             self._submit(generation, now_s)
 
     def _submit(self, generation: Generation, now_s: float, again: Resubmission = NEW) -> None:
-        """Submit a choice and its delivered tokens to a rank, or park it."""
+        """Submit a choice and its delivered tokens to a rank, or park it. Any pause keeps a choice that no rank has had."""
+        is_first = not generation.was_submitted
+        is_kept = is_first and bool(self._paused_by)
         try:
-            is_submitted = self._submissions.submit(generation, now_s, again)
+            is_submitted = not is_kept and self._submissions.submit(generation, now_s, again)
         except ImageRowsError as error:
             self._end(generation, FinishReason.ERROR, errors.failed(str(error)), str(error))
             return
+        finally:
+            if is_first and generation.was_submitted:  # perhaps it has ended already, and was subtracted
+                self._count_submitted(1)
         if not is_submitted:
             self._waiting.park(generation)
+
+    def _count_submitted(self, by: int) -> None:
+        self._num_submitted += by
+        if self._shared is not None:
+            self._shared.count_submitted(by)
 
     def _feed_alone(self, generation: Generation, output: RequestOutput, now_s: float) -> None:
         """Feed one output. An internal error ends this answer only, not its rank and the rank's other requests."""
@@ -453,6 +467,8 @@ class Requests:
         self._waiting.remove(request.request_id)
         if self._shared is not None:
             self._shared.count_choice(generation.asker.key_id, -1)
+        if generation.was_submitted:
+            self._count_submitted(-1)
         if not self._open:
             self._is_empty.set()
         timer = self._timers.pop(request.request_id, None)

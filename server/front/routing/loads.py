@@ -138,7 +138,7 @@ class RankLoads:
         self._step_tokens = np.full(num_ranks, USUAL_STEP_TOKENS)
         self._is_available = np.ones(num_ranks, dtype=bool)
         self._is_draining = np.zeros(num_ranks, dtype=bool)
-        self.is_paused = False  # no rank can be picked
+        self.is_paused = False  # requests are withdrawn, and no rank can be picked
         self._runs_prompts = np.ones(num_ranks, dtype=bool)  # by their roles
         self._runs_decodes = np.ones(num_ranks, dtype=bool)
         self._has_preempted: set[int] = set()  # ranks with requests that wait since a preemption

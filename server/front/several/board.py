@@ -44,6 +44,7 @@ class Cell(IntEnum):
     NUM_CUT_OFF = 8  # choices that earlier processes of this front had open when they were killed
     ADAPTER_NEEDS = 9  # another number for each file of `adapter_needs`
     IS_ALIVE = 10  # of a front on another node: its process runs, as seen there
+    NUM_SUBMITTED = 11  # accepted choices without an outcome that a rank has, or had
 
 
 _SECTIONS = RankCounts._fields
@@ -138,6 +139,11 @@ class Board:
         return int(self.loads(MOST_RANKS).num_open.sum())
 
     @property
+    def num_submitted(self) -> int:
+        """Accepted choices without an outcome that a rank has, or had, of all fronts."""
+        return self.total(Cell.NUM_SUBMITTED)
+
+    @property
     def num_open(self) -> int:
         """Accepted choices without an outcome, of all fronts."""
         return self.total(Cell.NUM_OPEN)
@@ -155,6 +161,10 @@ class Board:
         """Count an accepted choice of an API key, or with -1 one that has its outcome."""
         self._own[Cell.NUM_OPEN] += by
         self._key_rows[self.number, _place(key_id, NUM_KEY_PLACES)] += by
+
+    def count_submitted(self, by: int) -> None:
+        """Count a choice that gets its first rank, or with -1 such a choice that has its outcome."""
+        self._own[Cell.NUM_SUBMITTED] += by
 
     def num_of_key(self, key_id: str) -> int:
         """Return the number of open choices of an API key."""

@@ -73,9 +73,11 @@ class LeadingFront:
 
     @property
     def num_at_ranks(self) -> int:
-        """Accepted choices of all fronts that ranks have. A front that may still submit some counts as one."""
+        """Accepted choices of all fronts that ranks have, as `Requests.num_at_ranks` counts them. A front that may still submit
+        some counts as one."""
         self.publish()
-        return self._board.num_at_ranks + self._num_behind()
+        num = self._board.num_at_ranks if any(self._pauses.values()) else self._board.num_submitted
+        return num + self._num_behind()
 
     def abort_all(self, *, why: str = "it falls asleep") -> None:
         """End every open request of all fronts as aborted. `why` is for lines of batches, which this front runs."""
@@ -85,7 +87,7 @@ class LeadingFront:
 
     def pause(self, *, by: str = SLEEP, withdraws: bool = True) -> None:
         """Keep the requests of all fronts until `resume`. If it withdraws, take back also those that ranks have."""
-        self._pauses[by] = withdraws
+        self._pauses[by] = withdraws or self._pauses.get(by, False)
         self.publish()
         self._requests.pause(by=by, withdraws=withdraws)
 

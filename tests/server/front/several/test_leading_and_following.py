@@ -391,6 +391,31 @@ def test_a_pause_holds_at_every_front_until_all_who_paused_resume(tmp_path: Path
     assert fronts.other.requests.num_parked == 0
 
 
+def test_a_pause_that_waits_counts_requests_of_every_front_until_they_end(tmp_path: Path) -> None:
+    fronts = Fronts(tmp_path)
+    fronts.serve()
+    fronts.other.open("a")
+    fronts.leading.pause(by="pause", withdraws=False)
+    fronts.following.look()
+    assert fronts.leading.num_at_ranks == 1
+    for rank in (0, 1):
+        del fronts.streams.attached[rank]
+        fronts.following.lose(rank)
+    assert fronts.other.requests.num_parked == fronts.leading.num_at_ranks == 1, (
+        "it continues when a rank returns"
+    )
+    fronts.leading.pause(by="pause", withdraws=True)
+    fronts.following.look()
+    assert fronts.leading.num_at_ranks == 0, "it is kept now"
+    fronts.leading.pause(by="pause", withdraws=False)
+    fronts.following.look()
+    assert fronts.leading.num_at_ranks == 0 and fronts.other.requests.num_parked == 1
+    fronts.other.requests.abort_all()
+    fronts.leading.resume(by="pause")
+    fronts.following.look()
+    assert fronts.leading.num_at_ranks == 0
+
+
 def test_a_replacement_of_the_leading_front_ends_its_predecessor_s_pause(tmp_path: Path) -> None:
     fronts = Fronts(tmp_path)
     fronts.serve()
