@@ -217,6 +217,11 @@ class Requests:
         )
         self._sources.enter(facts.rank, facts.kv_peer)
 
+    def note_lost(self, rank: int) -> None:
+        """Record that a rank has ended, perhaps after its requests were moved. The next one with its number does not drain."""
+        self._router.undrain(rank)
+        self._sources.leave(rank)
+
     def note_stats(self, stats: RankStats) -> None:
         """Record a rank's state after a step, and let requests move."""
         self._router.note_stats(stats)
@@ -300,10 +305,15 @@ class Requests:
                 self._abort(generation, FinishReason.ERROR, failure)
 
     def leave(self, ranks: Collection[int]) -> None:
-        """Move the requests of ranks to other ranks. The ranks are lost, or cannot serve for now."""
+        """Move the requests of ranks to other ranks. The ranks are lost, or cannot serve for now.
+
+        The others still fetch prefixes from ranks that are alive, and those that drain continue to drain when they serve again.
+        """
         for rank in ranks:
-            self._router.leave(rank)
-            self._sources.leave(rank)
+            is_alive = rank in self._ranks.attached
+            self._router.leave(rank, is_alive=is_alive)
+            if not is_alive:
+                self._sources.leave(rank)
         now_s = time.monotonic()
         for request_id, generation in list(self._open.items()):
             is_there = request_id not in self._waiting and not generation.finished

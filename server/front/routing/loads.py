@@ -193,9 +193,10 @@ class RankLoads:
         """Make a rank available for picks."""
         self._is_available[rank] = True
 
-    def leave(self, rank: int) -> None:
-        """Make a rank unavailable, end its draining, and forget its prefixes."""
-        self._is_available[rank] = self._is_draining[rank] = False
+    def leave(self, rank: int, *, is_alive: bool = False) -> None:
+        """Make a rank unavailable, and forget its prefixes. End its draining, unless it is alive."""
+        self._is_available[rank] = False
+        self._is_draining[rank] &= is_alive
         self._has_preempted.discard(rank)
         self._stats.pop(rank, None)
         self._num_admitted[rank] = 0

@@ -374,6 +374,7 @@ class Front:
         """Hand a lost rank's requests to the other ranks. While the service is ending, only log the loss."""
         self._metrics.note_lost(rank)
         self._service.adapters.places.note_lost(rank)
+        self._service.requests.note_lost(rank)
         if self._service.weights.lose(rank):
             _LOG.warning("rank %d is lost before it had loaded the serving weights: %s", rank, reason)
             self._service.resize.take_end(rank, reason)

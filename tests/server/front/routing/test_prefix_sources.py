@@ -1,7 +1,7 @@
 """Which rank a request's prefix may be fetched from: the one that had it, or the node that has seen clearly more of it."""
 
 from kvcache.tiers.jobs import PeerAddress
-from scheduler.policy.request import Request, RequestOutput, SamplingParams
+from scheduler.policy.request import FinishReason, Request, RequestOutput, SamplingParams
 from server.front.errors import ApiError
 from server.front.generations import Ask
 from server.front.routing.prefix_sources import LEAST_GAIN_TOKENS, PrefixSources
@@ -98,6 +98,61 @@ async def test_a_request_names_the_node_of_its_prefix_or_of_its_last_rank() -> N
     assert [(rank, request.prefix_at) for rank, request in desk.ranks.submitted[-2:]] == [(0, ""), (0, "")], (
         "the whole node is lost, and the prompt was computed here"
     )
+    desk.requests.fail_all(ApiError(503, "The test ends."))
+
+
+@in_loop
+async def test_a_rank_that_is_alive_when_its_requests_move_is_still_named() -> None:
+    desk = desk_of("a", "b")
+    desk.ranks.attached = {0}
+    open_prompt(desk, "first")
+    desk.requests.leave([0])
+    rank, request = desk.ranks.submitted[-1]
+    assert (rank, request.prefix_at) == (1, "a:0"), "its pool has not met again, but its host memory is there"
+    desk.deliver("first", finish=FinishReason.ABORT, rank=0)
+    desk.requests.enter(0)
+    open_prompt(desk, "second")
+    desk.router.drain(1)
+    desk.deliver("first", "x")
+    desk.deliver("first", is_returned=True)
+    rank, request = desk.ranks.submitted[-1]
+    assert (rank, request.prefix_at) == (0, "b:1")
+    desk.deliver("first", "y")
+    desk.router.undrain(1)
+    desk.router.drain(0)
+    desk.deliver("first", is_returned=True)
+    rank, request = desk.ranks.submitted[-1]
+    assert (rank, request.prefix_at) == (1, "a:0")
+    desk.ranks.attached = set()
+    desk.requests.note_lost(0)  # while its requests are elsewhere
+    desk.router.drain(1)
+    open_prompt(desk, "third")
+    assert desk.rank_of("third") == 0
+    desk.router.undrain(1)
+    desk.router.drain(0)
+    desk.deliver("third", "x")
+    desk.deliver("third", is_returned=True)
+    rank, request = desk.ranks.submitted[-1]
+    assert (rank, request.prefix_at) == (1, ""), "the memory of its node is gone"
+    desk.requests.fail_all(ApiError(503, "The test ends."))
+
+
+@in_loop
+async def test_a_rank_that_is_alive_when_its_requests_move_continues_to_drain_and_its_next_engine_does_not() -> (
+    None
+):
+    desk = desk_of("a", "b")
+    desk.ranks.attached = {0}
+    desk.moves.drain(0)
+    desk.requests.leave([0])
+    assert [drain.rank for drain in desk.moves.drains()] == [0] and not desk.moves.takes_requests(0)
+    desk.requests.enter(0)
+    open_prompt(desk, "first")
+    assert desk.rank_of("first") == 1
+    desk.requests.leave([0])
+    desk.ranks.attached = set()
+    desk.requests.note_lost(0)
+    assert not desk.moves.drains()
     desk.requests.fail_all(ApiError(503, "The test ends."))
 
 
