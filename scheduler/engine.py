@@ -146,6 +146,7 @@ class Engine:
         self.adapters = adapters
         if adapters is not None:
             adapters.on_news = self._wake
+        self.forgotten = 0  # generation of the newest order to forget prefixes
         self._tiers = tiers
         if tiers is not None:
             tiers.on_idle = self._wake
@@ -209,8 +210,18 @@ class Engine:
         self._deliver(expected)
 
     def forget_prefixes(self, generation: int) -> None:
-        """Hide the present prefix cache from requests that are submitted from now on. `generation`: see `ForgetPrefixes`."""
-        self._deliver(ForgetPrefixes(generation))
+        """Hide the present prefix cache from requests that are submitted from now on. An order that comes again has no effect.
+
+        `generation`: see `ForgetPrefixes`.
+        """
+        if generation > self.forgotten:
+            self.forgotten = generation
+            self._deliver(ForgetPrefixes(generation))
+
+    @property
+    def kv_generation(self) -> int:
+        """The generation of the records in the tiers, 0 without tiers."""
+        return 0 if self._tiers is None else self._tiers.generation
 
     def regroup(self, order: Order) -> None:
         """Move this rank into a new epoch, with the same or other ranks, as soon as possible. The newest order wins.

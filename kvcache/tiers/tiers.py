@@ -227,7 +227,14 @@ class Tiers:
         return [self._done.popleft() for _ in range(len(self._done))]
 
     def forget(self, generation: int) -> None:
-        """Begin a generation, unless it has begun: no record of an older one is found again, here or after a restart."""
+        """Begin a generation, unless it has begun: no record of an older one is found again, here or after a restart.
+
+        All ranks of a node must agree on the generation, because they find each other's records by its secret. So it depends on
+        nothing that differs between them: each begins with the generation in the file that they share, gets the same orders, and
+        takes the newest. A rank that missed orders gets the last one, which is the newest: the front numbers orders above all
+        generations that ranks report when they attach (`server.link.ranks`), also if its clock is behind. Rejected: counting up here
+        if an order is not newer. A rank that starts later could not see whether the file has been counted up for that order already.
+        """
         self._generation = max(self._generation, generation)
         self._ordered_generation = max(self._ordered_generation, generation)
         for tier in list(self._tiers):

@@ -180,9 +180,9 @@ class Expected(NamedTuple):
 class ForgetPrefixes(NamedTuple):
     """Hide cached prefixes computed before this from requests that arrive after it."""
 
-    generation: (
-        int  # grows with every such order; equal on all ranks, also for those that get the order later
-    )
+    # Above that of every earlier order and of the records in every attached rank's tiers. Equal on all ranks, also for those that
+    # get the order later.
+    generation: int
 
 
 class AdapterOrder(NamedTuple):

@@ -106,6 +106,8 @@ class RankFacts:
     kv_peer: PeerAddress | None = None  # where other nodes fetch prefixes; None if they cannot
     memory: MemoryOrder | None = None  # the newest one of an earlier front
     weights: WeightOrder | None = None  # the newest order to serve that it got from an earlier front
+    forgotten: int = 0  # generation of the newest order to forget prefixes that it got; 0 for none
+    kv_generation: int = 0  # of the records in its tiers, which a disk keeps over restarts; 0 without tiers
 
 
 class PoolClaim(NamedTuple):

@@ -168,6 +168,8 @@ class Ranks:
         self.port = 0  # set by `bind`
         self._clock = clock
         self._forgotten: ForgetPrefixes | None = None  # the last order to forget prefixes
+        self._has_forgotten = False  # that order is of this front, not of an earlier one
+        self._generation = 0  # the newest that this front knows, of orders and of records in tiers
         self.given_up: dict[int, int] = {}  # by rank, the restarts of the newest engine that was dropped
         # Set by `serve`; no rank attaches before.
         self._receive: Callable[[int, RankFacts | FromRank | RankLost], None]
@@ -291,9 +293,29 @@ class Ranks:
             self.post(rank, message)  # losing one rank may lose another
 
     def forget_prefixes(self) -> None:
-        """Make cached prefixes unavailable to later requests on all ranks, including ranks that are away now."""
-        self._forgotten = ForgetPrefixes(time.time_ns())  # KV tiers on disks remember it over restarts
+        """Make cached prefixes unavailable to later requests on all ranks, including ranks that are away now.
+
+        KV tiers on disks remember the generation over restarts. The calendar exceeds those of earlier services. If it is behind, for
+        example after a leap of the clock or on the standby's node, the newest known generation is exceeded.
+        """
+        self._generation = max(time.time_ns(), self._generation + 1)
+        self._forgotten, self._has_forgotten = ForgetPrefixes(self._generation), True
         self.post_all(self._forgotten)
+
+    def take_generation(self, facts: RankFacts) -> None:
+        """Take the generations of a rank that attaches to the front that leads.
+
+        A restarted front learns the last order of the one before, for ranks that were away. If this front's order would not exceed
+        the rank's generation, because the clock is behind and the rank was away, all ranks get another order.
+        """
+        last = 0 if self._forgotten is None else self._forgotten.generation
+        newest = max(facts.forgotten, facts.kv_generation)
+        self._generation = max(self._generation, newest)
+        if facts.forgotten > last and not self._has_forgotten:
+            self._forgotten = ForgetPrefixes(facts.forgotten)
+            self.post_all(self._forgotten)
+        elif facts.forgotten != last and newest > last > 0:
+            self.forget_prefixes()
 
     def regroup(self, order: Order) -> None:
         """Send an order to its members and to those that leave, and discard the statistics of their earlier steps."""
@@ -445,8 +467,8 @@ class Ranks:
             await context.abort(grpc.StatusCode.ALREADY_EXISTS, f"rank {facts.rank} is already attached")
         stream = AttachedRank(facts, self._clock(), seal)
         stream.post(Welcome())
-        if self._forgotten is not None:  # perhaps while this rank was disconnected
-            stream.post(self._forgotten)
+        if self._forgotten is not None and facts.forgotten < self._forgotten.generation:
+            stream.post(self._forgotten)  # it was away
         self.attached[facts.rank] = stream
         try:
             self._receive(facts.rank, facts)

@@ -9,6 +9,7 @@ from expert_placement.placement import linear_placement
 from scheduler.engine import Engine
 from scheduler.epochs.follower import EpochFollower
 from scheduler.epochs.orders import Order
+from scheduler.policy.request import ForgetPrefixes
 from scheduler.step.lockstep import Decision
 
 PLACEMENT = linear_placement(1, 2, 1)
@@ -68,3 +69,10 @@ def test_a_rank_that_an_order_leaves_out_or_that_has_stopped_is_not_waited_for(
     engine.run(Mock())
     assert isinstance(links[1].interruption, PeerLost) and links[1].interruption.rank == 1
     assert links[2].interruption is None, "an order must not interrupt its own epoch"
+
+
+def test_an_order_to_forget_prefixes_that_comes_again_is_not_followed_again() -> None:
+    engine = Engine(0, Mock(), Mock(), Mock(), Mock(), Mock(), Mock(), Mock(), memory=Mock())
+    for generation in (5, 5, 4, 6):
+        engine.forget_prefixes(generation)
+    assert [*engine._inbox] == [ForgetPrefixes(5), ForgetPrefixes(6)] and engine.forgotten == 6

@@ -360,6 +360,7 @@ class Front:
             facts, cache_dtype=engine.kv_cache_dtype, enable_prefix_caching=engine.enable_prefix_caching
         )
         self._service.requests.note_rank(facts)
+        self._ranks.take_generation(facts)
         pool = self._pools[facts.rank]
         pool.attach(facts)
         if self._is_closing:

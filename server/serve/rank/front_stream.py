@@ -121,6 +121,7 @@ class FrontStream:
             restartable_in_s=float(environment.get("WIDEEP_RESTARTABLE_IN_S", "0")),
             node=environment.get(NODE_VARIABLE, ""),
             kv_peer=built.kv_peer,
+            kv_generation=built.engine.kv_generation,
         )
         if self._facts.num_restarts:
             loaded = self._served()._replace(home=built.relocation.placement)
@@ -277,6 +278,8 @@ class FrontStream:
                 loaded=loaded,
                 memory=self._built.engine.memory.ordered,
                 weights=self._built.engine.weights.newest,
+                forgotten=self._built.engine.forgotten,
+                kv_generation=self._built.engine.kv_generation,
             )
             self._sent_bytes = 0
             try:

@@ -28,6 +28,7 @@ from scheduler.epochs.orders import Order
 from scheduler.moves.reports import ExpertMap, MoveState, PlacementReport
 from scheduler.policy.request import (
     FinishReason,
+    ForgetPrefixes,
     Logprobs,
     RankStats,
     Request,
@@ -356,6 +357,83 @@ def test_a_rank_that_comes_back_before_its_broken_connection_is_noticed_takes_it
     assert front.events.get(timeout=30) == (0, RankLost("it reconnected"))
     assert isinstance(front.events.get(timeout=30)[1], RankFacts)
     link.close()
+
+
+AHEAD = 1 << 62  # a generation of a clock that is a century ahead
+
+
+def forget(front: FrontEnd) -> int:
+    """Order all ranks to forget prefixes. Returns the order's generation."""
+
+    async def order() -> None:
+        front.ranks.forget_prefixes()
+
+    front.run(order())
+    ordered: ForgetPrefixes | None = front.ranks._forgotten
+    assert ordered is not None
+    return ordered.generation
+
+
+def take_generation(front: FrontEnd, facts: RankFacts) -> None:
+    """Do what the leading front does if a rank attaches."""
+
+    async def take() -> None:
+        front.ranks.take_generation(facts)
+
+    front.run(take())
+
+
+def test_each_order_to_forget_exceeds_the_last_one_and_the_generations_of_ranks(
+    front: FrontEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, heard = front.attach()
+    monkeypatch.setattr("server.link.ranks.time", Mock(time_ns=lambda: 1000, monotonic=time.monotonic))
+    assert [forget(front), forget(front)] == [1000, 1001], "the clock is behind"
+    take_generation(front, replace(FACTS, forgotten=1001, kv_generation=1001))
+    assert [heard.get(timeout=30) for _ in range(2)] == [ForgetPrefixes(1000), ForgetPrefixes(1001)]
+    take_generation(front, replace(FACTS, rank=1, forgotten=1001, kv_generation=AHEAD))
+    assert forget(front) == AHEAD + 1
+    assert heard.get(timeout=30) == ForgetPrefixes(AHEAD + 1)
+
+
+@pytest.mark.parametrize("forgotten", [0, AHEAD])
+def test_all_ranks_get_another_order_if_the_generation_of_a_late_one_exceeds_it(
+    front: FrontEnd, forgotten: int
+) -> None:
+    _, heard = front.attach()
+    first = ForgetPrefixes(forget(front))
+    ahead = replace(FACTS, rank=1, forgotten=forgotten, kv_generation=AHEAD)
+    _, late = front.attach(ahead)
+    take_generation(front, ahead)
+    assert [heard.get(timeout=30) for _ in range(2)] == [first, ForgetPrefixes(AHEAD + 1)]
+    if not forgotten:
+        assert late.get(timeout=30) == first
+    assert late.get(timeout=30) == ForgetPrefixes(AHEAD + 1)
+
+
+def test_a_restarted_front_passes_on_the_last_order_to_ranks_that_were_away(front: FrontEnd) -> None:
+    away = replace(FACTS, forgotten=3, kv_generation=3)
+    _, heard = front.attach(away)
+    take_generation(front, away)
+    present = replace(FACTS, rank=1, forgotten=5, kv_generation=5)
+    _, other = front.attach(present)
+    take_generation(front, present)
+    assert heard.get(timeout=30) == ForgetPrefixes(3)
+    assert heard.get(timeout=30) == ForgetPrefixes(5)
+    assert other.get(timeout=30) == ForgetPrefixes(5)
+    assert forget(front) > 5
+
+
+def test_an_engine_that_begins_with_the_generation_of_the_last_order_causes_no_other_one(
+    front: FrontEnd,
+) -> None:
+    generation = forget(front)
+    again = replace(FACTS, kv_generation=generation)  # from the file that its node's ranks share
+    _, heard = front.attach(again)
+    take_generation(front, again)
+    assert heard.get(timeout=30) == ForgetPrefixes(generation)
+    after = forget(front)
+    assert heard.get(timeout=30) == ForgetPrefixes(after)
 
 
 def test_a_rank_that_the_front_fails_to_take_may_attach_again(front: FrontEnd) -> None:

@@ -80,6 +80,7 @@ class FakeRank(PacedRank):
         self.delays_weights = False  # follows no order about them before `follow_weights`
         self.weights = 0  # number of the version that it serves
         self.forgotten: list[int] = []  # number of earlier requests, for each order to forget prefixes
+        self.generations: list[int] = []  # of these orders
         self.wrong_replays: list[Request] = []
         self.on_order: Callable[[Order], None] = lambda order: self.link.send(Regrouped(order.epoch))
         self.stopped = threading.Event()
@@ -132,7 +133,8 @@ class FakeRank(PacedRank):
                 if not self.delays_weights:
                     self.follow_weights(message)
                 self._note(self.weight_orders, message)
-            case ForgetPrefixes():
+            case ForgetPrefixes(generation):
+                self.generations.append(generation)
                 self._note(self.forgotten, len(self.requests))
             case MemoryOrder():
                 self._note(self.memory_orders, message)

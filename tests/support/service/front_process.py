@@ -99,6 +99,7 @@ class FrontProcess:
         world_size: int | None = None,
         loaded: Placement | None = None,
         served: Served | None = None,
+        kv_generation: int = 0,
     ) -> FakeRank:
         """Attach one rank, which knows all scripts.
 
@@ -106,6 +107,7 @@ class FrontProcess:
             world_size: Number of ranks that it knows; that of the start by default.
             loaded: The placement of a rank that joins.
             served: The state for a front that replaces another.
+            kv_generation: That of the records in its tiers.
         """
         fake = FakeRank(
             rank,
@@ -119,7 +121,7 @@ class FrontProcess:
             **self._how,
         )
         fake.scripts.update(self._scripts)
-        fake.link._facts = replace(fake.link._facts, served=served)
+        fake.link._facts = replace(fake.link._facts, served=served, kv_generation=kv_generation)
         self.ranks.append(fake.open())
         return fake
 

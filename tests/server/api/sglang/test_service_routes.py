@@ -1,7 +1,10 @@
 """The routes for the served model and its load, and the paths that clients of vLLM, SGLang and SageMaker request."""
 
+import contextlib
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -109,6 +112,15 @@ def test_every_rank_is_told_to_forget_its_prefixes_in_the_order_of_requests(
     for rank, num_before in zip(front.ranks, before, strict=True):
         rank.wait_for(lambda each, least=num_before: len(each.forgotten) == least + 1)
     assert [rank.forgotten[-1] for rank in front.ranks] == told
+
+
+def test_a_flush_hides_records_of_a_node_whose_clock_was_ahead(model: Path) -> None:
+    with contextlib.closing(FrontProcess(model, num_ranks=1)) as front:
+        ahead = time.time_ns() + 10**15
+        rank = front.attach(0, kv_generation=ahead)
+        assert front.post("/flush_cache").status_code == 200
+        rank.wait_for(lambda each: bool(each.forgotten))
+        assert rank.generations == [ahead + 1]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,14 @@ import pytest
 from expert_placement.placement import linear_placement
 from scheduler.epochs.orders import Order
 from scheduler.policy.config import EngineConfig
-from scheduler.policy.request import FinishReason, MemoryOrder, Request, RequestOutput, SamplingParams
+from scheduler.policy.request import (
+    FinishReason,
+    ForgetPrefixes,
+    MemoryOrder,
+    Request,
+    RequestOutput,
+    SamplingParams,
+)
 from scheduler.weights.versions import WeightAction, WeightOrder, WeightReport, WeightState, WeightVersion
 from server.link.messages import MemorySwitched, MemoryUse, RankFacts, Regrouped, Submit, ToRank
 from server.link.rank_link import FrontLost, LinkError, RefusedError
@@ -192,6 +199,15 @@ def test_an_order_about_weights_reaches_the_engine_and_a_new_front_learns_of_it(
     weights.on_report(report)
     link: Any = stream.link
     link.send.assert_called_once_with(report)
+
+
+def test_a_new_front_learns_the_generations_of_cached_prefixes(stream: FrontStream) -> None:
+    engine: Any = stream._built.engine
+    stream.receive(ForgetPrefixes(7))
+    engine.forget_prefixes.assert_called_once_with(7)
+    engine.forgotten, engine.kv_generation, Link.errors = 7, 9, [None]
+    stream.receive(BROKEN)
+    assert (Link.facts[-1].forgotten, Link.facts[-1].kv_generation) == (7, 9)
 
 
 def test_a_rank_that_the_new_front_refuses_ends_to_be_started_again(stream: FrontStream) -> None:
