@@ -67,6 +67,7 @@ class _Place:
     number: int = 0  # of the order that it follows
     pending: set[int] = field(default_factory=set)  # ranks that have not reported
     reason: str = ""  # why a rank could not load it
+    is_broken: bool = False  # a rank has lost the adapter: rows are wrong until the place is empty
     loaded_s: float = 0.0
 
 
@@ -198,6 +199,8 @@ class AdapterPlaces:
         self.on_failed: Callable[[str, ApiError], None] = lambda _digest, _failure: None
         # Called with the names of an adapter that a rank has lost, and why: ranks may have cached wrong prefixes.
         self.on_broken: Callable[[list[str], str], None] = lambda _names, _reason: None
+        # Called when all ranks have emptied the place of such an adapter, so that none caches such prefixes any longer.
+        self.on_cleared: Callable[[], None] = lambda: None
         self.others: OtherRequests = NoOtherRequests()
         self._failures: deque[AdapterFailure] = deque(maxlen=_MOST_FAILURES)
 
@@ -340,6 +343,9 @@ class AdapterPlaces:
             return
         place = self._places[report.place]
         if report.number != place.number:
+            is_lost = bool(report.reason) and place.state is PlaceState.EMPTYING
+            if is_lost and place.content is not None and place.content.digest == report.digest:
+                place.is_broken = True  # perhaps before the rank has ended the last requests
             return
         # The rank has attached since, or holds other experts since.
         if report.reason and place.state is PlaceState.RESIDENT:
@@ -352,14 +358,19 @@ class AdapterPlaces:
         self._end_round(place)
 
     def _break(self, place: _Place, reason: str) -> None:
-        """Remove an adapter that a rank has lost: its requests end with an error, and its cached prefixes are not used."""
+        """Remove an adapter that a rank has lost: its requests end with an error, and its cached prefixes are not used.
+
+        Ranks and other fronts learn of it later. Until then, ranks may cache more prefixes from wrong rows. So all prefixes are
+        forgotten now, and again when no rank uses the place. No other place gets this adapter before.
+        """
         content = place.content
         assert content is not None, "a resident place has an adapter"
         names = list(content.names)
         content.names.clear()
-        self.on_broken(names, reason)
-        self._fail(content.digest, f"The adapter was removed: {reason}.")
+        place.is_broken = content.is_draining = True
         content.waiting_since_s = None
+        self._fail(content.digest, f"The adapter was removed: {reason}.")
+        self.on_broken(names, reason)
         self._drop_unused(content.digest)
 
     def note_rank(self, rank: int) -> None:
@@ -394,6 +405,9 @@ class AdapterPlaces:
         content = place.content
         if place.state is PlaceState.EMPTYING:
             place.state, place.content = PlaceState.EMPTY, None
+            if place.is_broken:
+                place.is_broken = False
+                self.on_cleared()
         elif content is not None and place.reason:
             message = f"The adapter could not be loaded: {place.reason}."
             content.waiting_since_s = None
@@ -421,10 +435,11 @@ class AdapterPlaces:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        broken = {each.content.digest for each in self._places if each.is_broken and each.content is not None}
         waiting = [
             each
             for each in self._contents.values()
-            if each.waiting_since_s is not None and each.place is None
+            if each.waiting_since_s is not None and each.place is None and each.digest not in broken
         ]
         waiting.sort(key=lambda each: each.waiting_since_s or 0.0)
         free = [place for place in self._places if place.state is PlaceState.EMPTY]

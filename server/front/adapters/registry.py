@@ -106,6 +106,7 @@ class Adapters(KnownAdapters):
         self._clock = clock
         self.places.on_broken = self._remove_broken
         self.on_broken: Callable[[], None] = lambda: None  # ranks may have cached wrong prefixes
+        self.places.on_cleared = lambda: self.on_broken()
         # Returns whether all other fronts, if there are any, know the present names.
         self.all_follow: Callable[[], bool] = lambda: True
 

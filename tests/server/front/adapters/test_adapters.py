@@ -378,19 +378,73 @@ async def test_an_adapter_that_a_rank_loses_is_removed_and_its_requests_fail(tmp
     service = Service(tmp_path)
     a, b = await service.load("a", "b")
     assert await service.admitted(a, "1") == 0 and await service.admitted(b, "2") == 1
-    broken: list[int] = []
-    service.adapters.on_broken = lambda: broken.append(1)
-    number = service.adapters.places._places[0].number
-    service.adapters.places.take_report(1, AdapterReport(number, 0, a, "its file has changed"))
-    assert service.failures == ["The adapter was removed: rank 1: its file has changed."]
-    assert service.adapters.names == ("b",) and broken
-    service.adapters.places.release(a, "1")
+    places = service.adapters.places
+    place = places._places[0]
+    told: list[str] = []
+    service.adapters.on_broken = lambda: told.append(f"forget, {place.state.value}")
+    places.on_failed = lambda _digest, failure: told.append(failure.message)
+    places.take_report(1, AdapterReport(place.number, 0, a, "its file has changed"))
+    assert told == ["The adapter was removed: rank 1: its file has changed.", "forget, resident"]
+    assert service.adapters.names == ("b",)
+    service.ranks.follows = False
+    places.release(a, "1")
     await service.settle()
-    assert (
-        service.adapters.places._places[0].state is PlaceState.EMPTY
-        and a not in service.adapters.places._contents
-    )
+    empties = [each for each in service.ranks.orders if each[1].place == 0 and not each[1].directory]
+    service.ranks.follow(*empties[0])
+    assert len(told) == 2, "requests of the other rank may still use the place"
+    service.ranks.follow(*empties[1])
+    assert told[2:] == ["forget, empty"] and a not in places._contents
+    service.ranks.follow(*empties[1])
+    assert len(told) == 3
+    service.ranks.follows = True
     assert service.admit(b, "2") == 1
+    [again] = await service.load("a")
+    assert again == a and await service.admitted(a, "3") == 0 and len(told) == 3
+
+
+@in_loop
+async def test_an_adapter_that_a_rank_lost_gets_no_place_until_no_rank_uses_its_last_one(
+    tmp_path: Path,
+) -> None:
+    service = Service(tmp_path)
+    [a] = await service.load("a")
+    assert await service.admitted(a, "1") == 0
+    places = service.adapters.places
+    broken: list[PlaceState] = []
+    service.adapters.on_broken = lambda: broken.append(places._places[0].state)
+    places.take_report(1, AdapterReport(places._places[0].number, 0, a, "its file has changed"))
+    [again] = await service.load("a")
+    assert again == a and await service.admitted(a, "2") is None, "the first request is still at a rank"
+    service.ranks.follows = False
+    places.release(a, "1")
+    await service.settle()
+    assert places._places[1].content is None
+    service.ranks.follows = True
+    for each in [each for each in service.ranks.orders if each[1].place == 0 and not each[1].directory]:
+        service.ranks.follow(*each)
+    assert broken == [PlaceState.RESIDENT, PlaceState.EMPTY]
+    await service.settle()
+    assert places.admit(a, "2") is not None
+
+
+@in_loop
+async def test_an_adapter_that_a_rank_loses_while_its_place_becomes_free_leaves_no_prefixes(
+    tmp_path: Path,
+) -> None:
+    service = Service(tmp_path)
+    [a] = await service.load("a")
+    assert await service.admitted(a, "1") == 0
+    places = service.adapters.places
+    broken: list[PlaceState] = []
+    service.adapters.on_broken = lambda: broken.append(places._places[0].state)
+    number, service.ranks.follows = places._places[0].number, False
+    service.adapters.unload("a")
+    places.release(a, "1")
+    places.take_report(1, AdapterReport(number, 0, a, "its file has changed"))
+    assert not broken and places._places[0].state is PlaceState.EMPTYING
+    for each in [each for each in service.ranks.orders if each[1].place == 0 and not each[1].directory]:
+        service.ranks.follow(*each)
+    assert broken == [PlaceState.EMPTY]
 
 
 @in_loop
