@@ -40,7 +40,7 @@ def joined(seat: Seat, address: str) -> OtherNodes:
 
 @asynccontextmanager
 async def two_nodes(folder: Path) -> AsyncIterator[tuple[OtherNodes, OtherNodes, Board]]:
-    """Return the leading front's streams, those of a front whose node's first front is away, and the board of its node."""
+    """Return the leading front's streams, those of a front on a node without its first front, and the board of that node."""
     nodes = Nodes(folder, 2)
     async with front() as (ranks, address):
         leading, second = (joined(nodes.fronts[number], address) for number in (LEADING, SECOND))
@@ -71,7 +71,7 @@ def test_requests_of_a_node_continue_while_its_first_front_is_away(tmp_path: Pat
 def test_a_leading_front_that_takes_no_message_keeps_no_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a stopped process, whose port accepts connections. It may count this node as lost when it continues."""
+    """Like a stopped process: its port accepts connections. It may count this node as lost when it continues."""
     monkeypatch.setattr(other_nodes, "_CONNECT_S", 0.1)
 
     async def run() -> None:
