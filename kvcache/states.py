@@ -88,15 +88,13 @@ class StatePool:
         """Hold a slot that is not promised, if any. `avoided`: slots that are not taken."""
         if self.num_left_over <= 0:
             return None
-        if avoided:
-            slot = next((each for each in (*self._free[::-1], *self._cached) if each not in avoided), None)
-            if slot is None:
-                return None
+        slot = next((each for each in (*reversed(self._free), *self._cached) if each not in avoided), None)
+        if slot is not None:
             if slot in self._cached:
                 self.forget(self._key_of[slot])
             self._free.remove(slot)
-            self._free.append(slot)
-        return self._take()
+            self._num_holders[slot] = 1
+        return slot
 
     def give(self, slot: int, *, is_promised: bool = False) -> None:
         """Release one hold. `is_promised`: the caller may take a slot again."""

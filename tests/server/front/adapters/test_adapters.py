@@ -120,6 +120,11 @@ class Service:
         return place
 
 
+def orders_to_empty(service: Service) -> list[tuple[int, AdapterOrder]]:
+    """Return the ranks that were to empty place 0, each with its order."""
+    return [each for each in service.ranks.orders if each[1].place == 0 and not each[1].directory]
+
+
 @in_loop
 async def test_a_request_waits_until_every_rank_has_its_adapter(tmp_path: Path) -> None:
     service = Service(tmp_path)
@@ -373,6 +378,17 @@ async def test_a_rank_that_attaches_gets_every_place_first(tmp_path: Path) -> No
     assert (rank, order.place, order.digest) == (2, 0, digest)
 
 
+async def with_a_in_use(folder: Path) -> tuple[Service, str, list[PlaceState]]:
+    """Return a service with a request of an adapter in place 0, the adapter's digest, and the states of the place when prefixes
+    are forgotten."""
+    service = Service(folder)
+    [digest] = await service.load("a")
+    assert await service.admitted(digest, "1") == 0
+    forgotten: list[PlaceState] = []
+    service.adapters.on_broken = lambda: forgotten.append(service.adapters.places._places[0].state)
+    return service, digest, forgotten
+
+
 @in_loop
 async def test_an_adapter_that_a_rank_loses_is_removed_and_its_requests_fail(tmp_path: Path) -> None:
     service = Service(tmp_path)
@@ -389,7 +405,7 @@ async def test_an_adapter_that_a_rank_loses_is_removed_and_its_requests_fail(tmp
     service.ranks.follows = False
     places.release(a, "1")
     await service.settle()
-    empties = [each for each in service.ranks.orders if each[1].place == 0 and not each[1].directory]
+    empties = orders_to_empty(service)
     service.ranks.follow(*empties[0])
     assert len(told) == 2, "requests of the other rank may still use the place"
     service.ranks.follow(*empties[1])
@@ -406,12 +422,8 @@ async def test_an_adapter_that_a_rank_loses_is_removed_and_its_requests_fail(tmp
 async def test_an_adapter_that_a_rank_lost_gets_no_place_until_no_rank_uses_its_last_one(
     tmp_path: Path,
 ) -> None:
-    service = Service(tmp_path)
-    [a] = await service.load("a")
-    assert await service.admitted(a, "1") == 0
+    service, a, forgotten = await with_a_in_use(tmp_path)
     places = service.adapters.places
-    broken: list[PlaceState] = []
-    service.adapters.on_broken = lambda: broken.append(places._places[0].state)
     places.take_report(1, AdapterReport(places._places[0].number, 0, a, "its file has changed"))
     [again] = await service.load("a")
     assert again == a and await service.admitted(a, "2") is None, "the first request is still at a rank"
@@ -420,9 +432,9 @@ async def test_an_adapter_that_a_rank_lost_gets_no_place_until_no_rank_uses_its_
     await service.settle()
     assert places._places[1].content is None
     service.ranks.follows = True
-    for each in [each for each in service.ranks.orders if each[1].place == 0 and not each[1].directory]:
-        service.ranks.follow(*each)
-    assert broken == [PlaceState.RESIDENT, PlaceState.EMPTY]
+    for order in orders_to_empty(service):
+        service.ranks.follow(*order)
+    assert forgotten == [PlaceState.RESIDENT, PlaceState.EMPTY]
     await service.settle()
     assert places.admit(a, "2") is not None
 
@@ -431,20 +443,16 @@ async def test_an_adapter_that_a_rank_lost_gets_no_place_until_no_rank_uses_its_
 async def test_an_adapter_that_a_rank_loses_while_its_place_becomes_free_leaves_no_prefixes(
     tmp_path: Path,
 ) -> None:
-    service = Service(tmp_path)
-    [a] = await service.load("a")
-    assert await service.admitted(a, "1") == 0
+    service, a, forgotten = await with_a_in_use(tmp_path)
     places = service.adapters.places
-    broken: list[PlaceState] = []
-    service.adapters.on_broken = lambda: broken.append(places._places[0].state)
     number, service.ranks.follows = places._places[0].number, False
     service.adapters.unload("a")
     places.release(a, "1")
     places.take_report(1, AdapterReport(number, 0, a, "its file has changed"))
-    assert not broken and places._places[0].state is PlaceState.EMPTYING
-    for each in [each for each in service.ranks.orders if each[1].place == 0 and not each[1].directory]:
-        service.ranks.follow(*each)
-    assert broken == [PlaceState.EMPTY]
+    assert not forgotten and places._places[0].state is PlaceState.EMPTYING
+    for order in orders_to_empty(service):
+        service.ranks.follow(*order)
+    assert forgotten == [PlaceState.EMPTY]
 
 
 @in_loop
