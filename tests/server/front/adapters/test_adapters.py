@@ -167,9 +167,7 @@ async def test_a_place_gets_its_next_adapter_only_after_every_rank_has_emptied_i
     service.ranks.follows = False
     assert service.admit(b, "2") is None
     await service.settle()
-    emptying = [
-        (rank, order) for rank, order in service.ranks.orders if order.place == 0 and not order.directory
-    ]
+    emptying = orders_to_empty(service)
     assert len(emptying) == 2
     service.ranks.follow(*emptying[0])
     await service.settle()
