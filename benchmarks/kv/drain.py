@@ -19,7 +19,7 @@ import asyncio
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -35,7 +35,7 @@ from server.serve.preflight.model import resolve_model
 from server.tools.bench.figures import percentile
 
 DRAIN_S = 120.0
-_SETTLE_S = 1.0  # between two drains, for ordinary steps
+_SETTLE_PIECES = 30  # of every stream between two drains, in ordinary steps
 _BEGUN_PIECES = 10  # of every stream before the first drain
 _POLL_S = 0.01
 _NOTICED_S = 0.05  # within which a drain is reported
@@ -114,19 +114,18 @@ class Drains:
         expected = await asyncio.gather(*(stream.read() for stream in self._streams()))
         streams, before = self._streams(), self._counters()
         running = [asyncio.create_task(stream.read()) for stream in streams]
-        while not all(len(stream.arrivals_s) > _BEGUN_PIECES for stream in streams):
-            await asyncio.sleep(_POLL_S)
+        await _wait_until(lambda: _fewest_pieces(streams) > _BEGUN_PIECES, running)
         gaps_s, pauses_s, before_s, during_s = list[float](), list[float](), list[float](), list[float]()
         for _ in range(num_rounds):
             rank = await asyncio.to_thread(self._busy_rank)  # now, because reading metrics slows steps down
             begun_s = time.perf_counter()
-            await asyncio.sleep(_SETTLE_S)
+            count = _fewest_pieces(streams) + _SETTLE_PIECES
+            await _wait_until(lambda count=count: _fewest_pieces(streams) >= count, running)
             drained_s = time.perf_counter()
             empty_s = await asyncio.to_thread(self._drain, rank)
-            while not all(stream.arrivals_s[-1] > empty_s for stream in streams):
-                if any(task.done() for task in running):
-                    raise BenchServiceError("a stream ended before the last drain; use more --tokens")
-                await asyncio.sleep(_POLL_S)
+            await _wait_until(
+                lambda after_s=empty_s: all(each.arrivals_s[-1] > after_s for each in streams), running
+            )
             ended_s = time.perf_counter()
             earlier_s = max(begun_s, drained_s - (ended_s - drained_s))
             for stream in streams:
@@ -172,6 +171,23 @@ class Drains:
 
     def _client(self) -> ServiceClient:
         return ServiceClient(f"http://{HOST}:{self._port}", answer_timeout_s=2 * DRAIN_S)
+
+
+def _fewest_pieces(streams: Sequence[LiveAnswer]) -> int:
+    """Return how many pieces every stream has received."""
+    return min(len(each.arrivals_s) for each in streams)
+
+
+async def _wait_until(is_so: Callable[[], bool], running: Sequence[asyncio.Task[Any]]) -> None:
+    """Wait until streams have reached a point.
+
+    Raises:
+        BenchServiceError: A stream has ended before.
+    """
+    while not is_so():
+        if any(task.done() for task in running):
+            raise BenchServiceError("a stream ended before the last drain; use more --tokens")
+        await asyncio.sleep(_POLL_S)
 
 
 def gaps_of(arrivals_s: Sequence[float], begin_s: float, end_s: float) -> list[float]:

@@ -21,11 +21,11 @@ def test_gaps_overlap_their_period() -> None:
 def test_every_stream_moves_at_every_drain_and_keeps_its_answer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(drain, "_SETTLE_S", 0.05)
+    monkeypatch.setattr(drain, "_SETTLE_PIECES", 3)
     model = write_tiny_model(tmp_path / "tiny")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 4096}))
-    words = [str(model), "--streams=1,3", "--prompt-tokens=40", "--tokens=1200", "--rounds=2"]
+    words = [str(model), "--streams=1,3", "--prompt-tokens=40", "--tokens=600", "--rounds=2"]
     assert drain.main(words) == 0
     *_, told = capsys.readouterr().out.splitlines()
     rows = json.loads(told)["rows"]
