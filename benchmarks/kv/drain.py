@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -114,18 +115,15 @@ class Drains:
         expected = await asyncio.gather(*(stream.read() for stream in self._streams()))
         streams, before = self._streams(), self._counters()
         running = [asyncio.create_task(stream.read()) for stream in streams]
-        await _wait_until(lambda: _fewest_pieces(streams) > _BEGUN_PIECES, running)
+        await _wait_until(partial(_have_pieces, streams, _BEGUN_PIECES), running)
         gaps_s, pauses_s, before_s, during_s = list[float](), list[float](), list[float](), list[float]()
         for _ in range(num_rounds):
             rank = await asyncio.to_thread(self._busy_rank)  # now, because reading metrics slows steps down
             begun_s = time.perf_counter()
-            count = _fewest_pieces(streams) + _SETTLE_PIECES
-            await _wait_until(lambda count=count: _fewest_pieces(streams) >= count, running)
+            await _wait_until(partial(_have_pieces, streams, _fewest_pieces(streams) + _SETTLE_PIECES), running)
             drained_s = time.perf_counter()
             empty_s = await asyncio.to_thread(self._drain, rank)
-            await _wait_until(
-                lambda after_s=empty_s: all(each.arrivals_s[-1] > after_s for each in streams), running
-            )
+            await _wait_until(partial(_have_received_after, streams, empty_s), running)
             ended_s = time.perf_counter()
             earlier_s = max(begun_s, drained_s - (ended_s - drained_s))
             for stream in streams:
@@ -176,6 +174,14 @@ class Drains:
 def _fewest_pieces(streams: Sequence[LiveAnswer]) -> int:
     """Return how many pieces every stream has received."""
     return min(len(each.arrivals_s) for each in streams)
+
+
+def _have_pieces(streams: Sequence[LiveAnswer], count: int) -> bool:
+    return _fewest_pieces(streams) >= count
+
+
+def _have_received_after(streams: Sequence[LiveAnswer], time_s: float) -> bool:
+    return all(each.arrivals_s[-1] > time_s for each in streams)
 
 
 async def _wait_until(is_so: Callable[[], bool], running: Sequence[asyncio.Task[Any]]) -> None:
