@@ -120,7 +120,9 @@ class Drains:
         for _ in range(num_rounds):
             rank = await asyncio.to_thread(self._busy_rank)  # now, because reading metrics slows steps down
             begun_s = time.perf_counter()
-            await _wait_until(partial(_have_pieces, streams, _fewest_pieces(streams) + _SETTLE_PIECES), running)
+            await _wait_until(
+                partial(_have_pieces, streams, _fewest_pieces(streams) + _SETTLE_PIECES), running
+            )
             drained_s = time.perf_counter()
             empty_s = await asyncio.to_thread(self._drain, rank)
             await _wait_until(partial(_have_received_after, streams, empty_s), running)
