@@ -29,7 +29,7 @@ from server.options.table import Options
 from server.serve.preflight.model import PreflightError
 
 LEAST_CAPABILITY = (8, 0)  # Ampere, the first with bfloat16
-LEAST_TRITON = (3, 5)
+LEAST_TRITON = (3, 6)
 # Import this copy of the code, installed or not, even if another package is named `server`.
 _CHILD = (
     "import sys; sys.path.insert(0, sys.argv[1]); from server.serve.preflight import device; device.main()"

@@ -36,7 +36,7 @@ GOOD = GpuFacts(devices=(H200, H200), torch="2.11.0+cu130", built_for="13.0", dr
 
 def test_a_machine_with_all_that_is_needed_is_taken() -> None:
     assert why_not(GOOD, has_device=True) == ""
-    assert why_not(replace(GOOD, triton="3.5.1", driver="13.0"), has_device=True) == ""
+    assert why_not(replace(GOOD, triton="3.6.1", driver="13.0"), has_device=True) == ""
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_a_machine_with_all_that_is_needed_is_taken() -> None:
             "GPU 1 (Tesla T4) has compute capability 7.5; 8.0 or higher is required; hide this GPU with CUDA_VISIBLE_DEVICES",
         ),
         (replace(GOOD, triton=""), "the package triton is not installed; install wideep[gpu]"),
-        (replace(GOOD, triton="3.4.0"), "triton is 3.4.0; 3.5 or later is required"),
+        (replace(GOOD, triton="3.5.1"), "triton is 3.5.1; 3.6 or later is required"),
         (replace(GOOD, triton="3.10.0rc1"), ""),
     ],
 )
