@@ -39,7 +39,7 @@ def command(socket: str) -> list[str]:
     autoscaling_config={
         "min_replicas": 1,
         "max_replicas": 4,
-        "target_ongoing_requests": 48,  # three quarters of --max-num-seqs times the ranks of a replica
+        "target_ongoing_requests": 96,  # three quarters of --max-num-seqs (64) times the ranks of a replica (2)
         "upscale_delay_s": 30,
         "downscale_delay_s": 900,
     },
