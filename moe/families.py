@@ -281,5 +281,5 @@ def _check_experts(name: str, module: Any) -> None:
     held = {leaf for leaf, _ in (*module.named_parameters(), *module.named_buffers())}
     if held != wanted:
         raise UnsupportedModelError(
-            f"{name} holds {', '.join(sorted(held))}; the experts organ supports {', '.join(sorted(wanted))}"
+            f"{name} holds {', '.join(sorted(held))}; experts with {', '.join(sorted(wanted))} are supported"
         )

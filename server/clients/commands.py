@@ -33,7 +33,7 @@ examples:
 """
 _LORA_EXAMPLE = """\
 examples:
-  wideep lora                          show the adapters and which of them the ranks have at a place
+  wideep lora                          show the adapters, and which of them have an adapter slot
   wideep lora load sql /adapters/sql   check an adapter on all ranks, and serve it as model sql
   wideep lora unload sql               remove it; its open requests end as usual
 """
@@ -151,7 +151,7 @@ def _add_lora_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="load: give a name that is in use this adapter; its API keys and its pin stay",
     )
-    parser.add_argument("--pin", action="store_true", help="load: never let another adapter have its place")
+    parser.add_argument("--pin", action="store_true", help="load: never evict the adapter from its slot")
     parser.add_argument("--json", action="store_true", help="print the response of GET /adapters")
 
 

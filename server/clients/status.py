@@ -57,9 +57,10 @@ def _lines(status: Mapping[str, Any]) -> Iterator[str]:
     if (sleep := status.get("sleep", {"level": 0}))["level"]:
         how = "is waking up" if sleep["waking"] else f"sleeps at level {sleep['level']}"
         yield f"the service {how}, and has refused requests for {sleep['seconds']:.0f} s"
+    losses = status["losses"]
     yield (
-        f"since the start: {status['losses']} losses, {status['replays']} requests continued on another rank; "
-        f"{status['waiting_requests']} requests wait for a rank"
+        f"since the start: {losses} rank {'loss' if losses == 1 else 'losses'}, {counted(status['replays'])} continued on another rank; "
+        f"{counted(status['waiting_requests'])} waiting for a rank"
     )
     for each in status.get("tiers", ()):
         yield f"KV tiers of {each['host']}: {', '.join(_tiers(each))}"

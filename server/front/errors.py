@@ -141,11 +141,12 @@ def failed(reason: str) -> ApiError:
     return ApiError(500, f"Internal server error: {reason.rstrip('.') or 'the request failed on its rank'}.")
 
 
-def left_unread() -> ApiError:
+def left_unread(num_tokens: int, unread_s: float) -> ApiError:
     """Return a 408 for a client that does not read its stream, which accumulates in memory."""
     return ApiError(
         408,
-        "The client did not read the stream's log-probabilities; this server keeps only a few of them for a slow client.",
+        f"The client left more than {num_tokens} tokens with log-probabilities unread for {unread_s:g} s. Read the stream "
+        "faster, or request fewer log-probabilities.",
     )
 
 

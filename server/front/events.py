@@ -13,8 +13,9 @@ class ServiceEvent(NamedTuple):
 
     Attributes:
         time: Seconds since 1970.
-        kind: rank_lost, rank_back, regrouped, waiting, stopped, pool_lost, draining, drained, undrained, role, asleep, awake,
-            weights, adapter_loaded, adapter_unloaded, adapter_refused, resizing, resized or resize_failed.
+        kind: rank_lost, rank_back, regrouped, waiting, stopped, pool_joined, pool_lost, draining, drained, undrained, role,
+            asleep, awake, weights, adapter_loaded, adapter_unloaded, adapter_refused, resizing, resized, resize_failed,
+            standby_follows, standby_lost, took_over, front_back, fronts_lost or fronts_back.
         text: A sentence with the cause.
         rank: The rank concerned, or None for all ranks.
         seconds: Duration, or None for a momentary event.

@@ -64,7 +64,8 @@ class Pausing:
             count = self._requests.num_at_ranks
             self.resume()
             raise ApiError(
-                504, f"Ranks still have requests after {timeout_s:g} s ({count}), so the service goes on."
+                504,
+                f"Ranks still have requests after {timeout_s:g} s ({count}), so the service is not paused.",
             )
         if self._num_resumes != num_resumes:
             raise ApiError(409, "The service was resumed meanwhile, by POST /resume.")

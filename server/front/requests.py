@@ -27,7 +27,7 @@ from server.front.adapters.places import RequestAdapters
 from server.front.admission import Admission, SharedCounts
 from server.front.detokenizer import Decoder
 from server.front.errors import ApiError
-from server.front.generations import NOBODY, Answer, Ask, Asker, Generation
+from server.front.generations import MAX_UNREAD_TOKENS, NOBODY, UNREAD_S, Answer, Ask, Asker, Generation
 from server.front.journal import MAX_INCIDENTS, Journal
 from server.front.routing.loads import MoveCause
 from server.front.routing.moves import Moves
@@ -441,7 +441,7 @@ class Requests:
             is_end = output.finish_reason is not None
             generation.weight_version = self._label_of(output.weights if is_end else None)
         if reason is None and generation.is_left_unread(now_s):
-            self._abort(generation, FinishReason.ERROR, errors.left_unread())
+            self._abort(generation, FinishReason.ERROR, errors.left_unread(MAX_UNREAD_TOKENS, UNREAD_S))
         elif reason is None:
             generation.notify()
         elif output.finish_reason is None:

@@ -71,6 +71,7 @@ HTTP = Group("HTTP endpoint", "the front")
 TOOLS = Group("tool calls and reasoning", "the front")
 RANKS = Group("ranks", "the ranks")
 DISPATCH = Group("dispatch", "the ranks")
+FAULTS = Group("fault tolerance", "the front and the ranks")
 PLACEMENT = Group("expert placement", "the front and the ranks")
 LIMITS = Group("limits", "the front and the ranks")
 MEMORY = Group("memory", "the ranks")
@@ -263,8 +264,8 @@ class HttpOptions:
     )  # fmt: skip
     operator_key_file: str | None = flag(
         HTTP, "--operator-key-file", read=_key_file, metavar="FILE", default_text="every key is an operator key",
-        help="file of operator keys, in the form of --api-key-file; only they may change or record experts and reset the "
-        "prefix cache; they also open all other endpoints",
+        help="file of operator keys, in the form of --api-key-file; only they may act on the whole service: move experts, drain and "
+        "resize, sleep, replace weights, load adapters, clear the prefix cache; they also open all other endpoints",
     )  # fmt: skip
     max_request_bytes: int = flag(
         HTTP, "--max-request-bytes", read=size, metavar="BYTES", default=32 << 20, default_text="32M",
@@ -285,7 +286,7 @@ class HttpOptions:
     )  # fmt: skip
     forwarded_allow_ips: tuple[str, ...] = flag(
         HTTP, "--forwarded-allow-ips", read=_addresses, metavar="ADDRESSES", default=(), default_text="none",
-        help="proxies whose X-Forwarded-For and X-Forwarded-Proto are trusted: comma-separated addresses or networks, or *",
+        help="proxies that may set X-Forwarded-For and X-Forwarded-Proto: comma-separated addresses or networks, or *",
     )  # fmt: skip
     files_dir: str | None = flag(
         HTTP, "--files-dir", read=_directory, metavar="DIR", default_text="a temporary folder, removed when the service ends",
@@ -379,7 +380,7 @@ class LogOptions:
     )  # fmt: skip
     quiet_paths: tuple[str, ...] = flag(
         LOGS, "--disable-access-log-for-endpoints", read=_paths, metavar="PATHS", default=QUIET_PATHS,
-        default_text=",".join(QUIET_PATHS), help="comma-separated paths whose requests the access log omits",
+        default_text=",".join(QUIET_PATHS), help="comma-separated paths that the access log omits",
     )  # fmt: skip
     otlp_endpoint: str | None = flag(
         LOGS, "--otlp-traces-endpoint", read=_traces_url, metavar="URL",
@@ -482,8 +483,8 @@ class Options:
     )  # fmt: skip
     pool: str | None = flag(
         RANKS, "--pool", read=_pool, metavar="NAME", default_text="the value of --role, if that is given",
-        help="name of the pool that the ranks of this torchrun are; the first torchrun begins the service, the others add their "
-        "pools with --join; for `wideep worker` (docs/pools.md)",
+        help="name of the pool that this torchrun starts; the first torchrun starts the service, the others add their pools with "
+        "--join; for `wideep worker` (docs/pools.md)",
     )  # fmt: skip
     role: str | None = flag(
         RANKS, "--role", read=one_of(*(each.value for each in Role)), metavar="{both,prefill,decode}",
@@ -563,18 +564,18 @@ class Options:
     ))  # fmt: skip
     engine_dispatch_node_size = row(flag(
         DISPATCH, "--dispatch-node-size", read=whole(0), metavar="N", default_text="0, directly to every rank",
-        help="number of ranks per node for a two-stage exchange that sends a token once to each node and spreads it inside, for "
-        "slow links between nodes; must divide the number of ranks",
+        help="on CPUs only: number of ranks per node for a two-stage exchange that sends a token once to each node and spreads it "
+        "inside, for slow links between nodes; must divide the number of ranks",
     ))  # fmt: skip
     engine_distributed_timeout_s = row(flag(
-        DISPATCH, "--distributed-timeout-seconds", read=_AT_MOST_A_DAY, metavar="SECONDS",
+        FAULTS, "--distributed-timeout-seconds", read=_AT_MOST_A_DAY, metavar="SECONDS",
         help="time that a rank may keep another one waiting before it counts as hung",
     ))  # fmt: skip
 
     engine_heartbeat_timeout_s = row(flag(
-        DISPATCH, "--heartbeat-timeout-seconds", read=_NOT_NEGATIVE, metavar="SECONDS",
-        help="restart a rank whose process sends no heartbeat for this long; other ranks wait at least as long. 0 disables "
-        "the check (for a debugger); cut links are then found only after --distributed-timeout-seconds",
+        FAULTS, "--heartbeat-timeout-seconds", read=_NOT_NEGATIVE, metavar="SECONDS",
+        help="time without a heartbeat after which a rank is restarted; other ranks wait at least as long. 0 disables the check "
+        "(for a debugger); cut links are then found only after --distributed-timeout-seconds",
     ))  # fmt: skip
     pool_roles: str = flag(
         RANKS, "--pool-roles", read=one_of("fixed", "auto"), metavar="{fixed,auto}", default="fixed",
@@ -586,7 +587,7 @@ class Options:
         help="with pools of role prefill: prompts with fewer tokens that are not cached run on a pool of role decode",
     )  # fmt: skip
     max_rank_restarts: int = flag(
-        DISPATCH, "--max-rank-restarts", read=whole(0), metavar="N", default=3,
+        FAULTS, "--max-rank-restarts", read=whole(0), metavar="N", default=3,
         help="maximum number of restarts of a failing rank within 10 minutes; after these it stays down",
     )  # fmt: skip
 
@@ -601,7 +602,7 @@ class Options:
         "spread, history_file",
     ))  # fmt: skip
     engine_expert_placement = row(flag(
-        PLACEMENT, "--expert-placement", read=text, metavar="FILE", default_text="experts spread evenly",
+        PLACEMENT, "--expert-placement", read=text, metavar="FILE", default_text="experts in order",
         help="initial placement, a file written by `wideep experts plan --out FILE`",
     ))  # fmt: skip
 
@@ -637,7 +638,7 @@ class Options:
         LIMITS, "--target-itl-ms", read=number(lambda given: given > 0, "above 0"), metavar="MS",
         default_text="2.2 decode steps of all running and waiting requests on CPU, none on a GPU",
         help="target time between two tokens of a stream; steps that include prompts take fewer prompt tokens to meet it, "
-        "but at least 16 to 64",
+        "but never fewer than 16 to 64 (docs/scheduling.md)",
     ))  # fmt: skip
     target_ttft_ms: float | None = flag(
         LIMITS, "--target-ttft-ms", read=number(lambda given: given > 0, "above 0"), metavar="MS", default_text="none",
@@ -657,11 +658,11 @@ class Options:
         help="time limit of a request; 0 disables it",
     )  # fmt: skip
     engine_rank_recovery_timeout_s = row(flag(
-        LIMITS, "--rank-recovery-timeout", read=_NOT_NEGATIVE, metavar="SECONDS",
+        FAULTS, "--rank-recovery-timeout", read=_NOT_NEGATIVE, metavar="SECONDS",
         help="time that requests wait for a rank to return if none serves; after this time the service ends",
     ))  # fmt: skip
     engine_front_recovery_timeout_s = row(flag(
-        LIMITS, "--front-recovery-timeout", read=_NOT_NEGATIVE, metavar="SECONDS",
+        FAULTS, "--front-recovery-timeout", read=_NOT_NEGATIVE, metavar="SECONDS",
         help="time that ranks wait for the front to restart or for the network to return; after this time they exit",
     ))  # fmt: skip
 
@@ -684,7 +685,7 @@ class Options:
         MEMORY, "--kv-cache-dtype", read=one_of("auto", "fp8", "int8"), metavar="{auto,fp8,int8}",
         taken_as={"fp8_e4m3": "fp8"}, taken_because="e4m3 is the only FP8 format of the KV cache",
         help="format of the KV cache; fp8 (e4m3) and int8 store keys, values, latents and index keys in 8 bits, with a scale per "
-        "token and head: more tokens fit, and long contexts decode faster except with latents; answers differ (docs/quantised.md)",
+        "token and head: more tokens fit, and long contexts decode faster, but hardly with latents; responses differ (docs/quantised.md)",
     ))  # fmt: skip
     engine_enable_prefix_caching = row(switch(
         MEMORY, "--enable-prefix-caching", off=["--no-enable-prefix-caching"],
@@ -697,7 +698,8 @@ class Options:
         "prefixes continue; none keeps no states, and such requests run their whole prompts",
     ))  # fmt: skip
     engine_kv_offloading_bytes = row(flag(
-        MEMORY, "--kv-offloading-size", read=size_in_gib, metavar="SIZE", default_text="0, no such tier",
+        MEMORY, "--kv-offloading-size", read=size_in_gib, metavar="SIZE",
+        default_text="0, no such tier; with prefill or decode pools, a tenth of the machine's memory",
         help="host memory in which the ranks of a node share cached prefixes, e.g. 20G; a plain number counts GiB, as in vLLM "
         "(docs/tiers.md)",
     ))  # fmt: skip

@@ -14,7 +14,7 @@ example:
 _WORKER_EXAMPLE = """\
 example, the same line on both of two nodes; HEAD is one of them and serves HTTP:
   torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend wideep --rdzv-endpoint HEAD:29400 \\
-      --no-python wideep worker ./Qwen3-30B-A3B --host 0.0.0.0
+      --no-python wideep worker ./Qwen3-30B-A3B --host 0.0.0.0 --api-key-file keys.txt --cluster-key-file cluster.key
 """
 
 

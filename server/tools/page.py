@@ -38,10 +38,12 @@ def _rows(option: Option) -> Iterator[str]:
     """Yield an option's row; a switch has one row for on and one for off."""
     declared = option.flag
     if declared.is_switch:
-        default = "on" if declared.default else "off"
         yield from (
-            _row(names, default, help)
-            for names, help in ((declared.names, declared.help), (declared.off_names, declared.off_help))
+            _row(names, "on" if is_on else "off", help)
+            for names, is_on, help in (
+                (declared.names, declared.default, declared.help),
+                (declared.off_names, not declared.default, declared.off_help),
+            )
             if names
         )
         return

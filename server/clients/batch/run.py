@@ -123,7 +123,7 @@ def _finish(input_file: Path, output: BatchOutput) -> int:
     verdicts = [output.answered.get(line.key, False) for line in read_batch(input_file)]
     num_failed = verdicts.count(False)
     _say(
-        f"{len(verdicts) - num_failed} of {len(verdicts)} lines have good answers"
+        f"{len(verdicts) - num_failed} of {len(verdicts)} lines have successful responses"
         + (f"; the output has the errors of the other {num_failed}" if num_failed else "")
     )
     return 1 if num_failed else 0

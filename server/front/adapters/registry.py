@@ -277,8 +277,8 @@ class Adapters(KnownAdapters):
         num_pinned = sum(each.is_pinned for each in self._names.values() if each.name != name)
         if is_pinned and num_pinned + 1 >= len(self.places):
             raise bad_request(
-                f"{num_pinned} adapters are pinned already, and one of {len(self.places)} places must stay free "
-                "for others (--max-loras).",
+                f"{num_pinned} adapters are pinned already, and one of {len(self.places)} adapter slots must stay "
+                "free for others (--max-loras).",
                 "pinned",
             )
 

@@ -211,7 +211,7 @@ class Leader:
         if moved := left & {*self.epochs.members}:
             ranks = " ".join(map(str, sorted(moved)))
             _LOG.warning(
-                "ranks %s%s have not met again: their requests move to other pools", ranks, self._of_pool
+                "ranks %s%s have not regrouped: their requests move to other pools", ranks, self._of_pool
             )
         if left:
             self._requests.leave(left)

@@ -168,7 +168,7 @@ class WeightUpdates:
         if self._update is not None:
             raise ApiError(
                 409,
-                "A weight update has begun already. Finish it with POST /finish_weight_update, or drop it with POST "
+                "A weight update has begun already. Finish it with POST /finish_weight_update, or abort it with POST "
                 "/abort_weight_update.",
             )
         self.check_label(label)
@@ -260,7 +260,7 @@ class WeightUpdates:
             ApiError: It is being finished.
         """
         if self._is_finishing:
-            raise ApiError(409, "The update is being finished, so it cannot be dropped any more.")
+            raise ApiError(409, "The update is being finished, so it can no longer be aborted.")
         update, self._update = self._update, None
         if update is not None:
             await update.remove()

@@ -35,7 +35,7 @@ IMAGES = "one process per front encodes images, with the checkpoint's processor 
 IMAGES_ONLY = f"{IMAGES}; video, audio and embeddings are not accepted; leave it out"
 LORA = "adapters have no weights of this kind; docs/adapters.md lists what they may adapt"
 LORA_LAYOUTS = "every layout of adapters is read, on all modules that docs/adapters.md lists"
-NO_HALVES = "dual-batch overlap was slower in every measurement and is no longer supported; leave it out"
+NO_HALVES = "dual-batch overlap is no longer supported: it was slower in most measurements on CPUs (docs/LOG.md); leave it out"
 MEMORY = (
     "weights and the KV cache of running requests stay in the device's memory; if it is too small, use more ranks "
     "(--data-parallel-size), --quantization int8, or a smaller --kv-cache-memory"

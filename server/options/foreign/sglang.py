@@ -74,7 +74,7 @@ _MODEL = (
         switches="--weight-loader-disable-mmap --weight-loader-prefetch-checkpoints --weight-loader-drop-cache-after-load",
     ),
     *rejected(
-        "weights are read only from safetensors files, at startup; leave it out",
+        "a start reads safetensors files only; POST /update_weights replaces and labels weights later (docs/weights.md); leave it out",
         values="--custom-weight-loader --model-checksum --remote-instance-weight-loader-seed-instance-ip "
         "--remote-instance-weight-loader-backend --model-config-parser --weight-version",
         switches="--checkpoint-engine-wait-weights-before-ready --delete-ckpt-after-loading",
@@ -156,6 +156,7 @@ _RANKS = (
     *rejected("start the service under numactl, and set --threads", values="--numa-node"),
     *ignored(
         "the front routes each request to a rank by prefix and load", fits=of("auto"), values="--load-balance-method",
+        otherwise="use --routing-policy prefix, fewest or round-robin (docs/scheduling.md)",
     ),
     *ignored("ranks do not reduce partial results", switches="--enable-nccl-nvls --enable-symm-mem --enable-mscclpp --enable-torch-symm-mem --enable-attn-tp-input-scattered"),
     *rejected(MEMORY, switches="--enable-paged-experts", values="--kt-weight-path --kt-method --kt-cpuinfer --kt-num-gpu-experts --offload-mode"),
@@ -257,7 +258,7 @@ _SERVER = (
     *ignored("usage always includes cached tokens", switches="--enable-cache-report"),
     *ignored("GET /health returns 200 after all ranks have run a step", switches="--skip-server-warmup", values="--warmups"),
     *ignored("GET /metrics describes the steps", values="--decode-log-interval --gc-warning-threshold-secs", switches="--show-time-cost --enable-request-time-stats-logging"),
-    *ignored("one process tokenizes for all ranks", values="--tokenizer-worker-num --detokenizer-worker-num --tokenizer-backend", switches="--enable-tokenizer-batch-encode --disable-tokenizer-batch-decode --enable-dynamic-batch-tokenizer"),
+    *ignored("each front tokenizes for its own clients; --api-server-count sets the number of fronts", values="--tokenizer-worker-num --detokenizer-worker-num --tokenizer-backend", switches="--enable-tokenizer-batch-encode --disable-tokenizer-batch-decode --enable-dynamic-batch-tokenizer"),
     *ignored("streams send only new text", switches="--incremental-streaming-output"),
     *ignored(
         "llguidance compiles structures", fits=of("auto", "llguidance"), otherwise="llguidance compiles structures "

@@ -78,7 +78,7 @@ _NODES = (
 _RANKS = (
     "attention runs data-parallel and experts are spread over all ranks: use --data-parallel-size {given}"
 )
-_ROUTES = "one endpoint serves all ranks and routes each request to one of them; leave it out"
+_ROUTES = "every front routes requests to all ranks; --fronts per-node serves HTTP on every node (docs/fronts.md); leave it out"
 _OWN_PARSERS = "third-party code is not loaded; "
 
 
@@ -205,7 +205,7 @@ _PARALLEL = (
         "every rank is a separate process", fits=of("mp", "uni"), otherwise=f"Ray is not used; {_NODES}",
         values="--data-parallel-backend/-dpb --distributed-executor-backend",
     ),
-    *rejected(f"only the node of the rendezvous endpoint serves HTTP, without a flag; {_NODES}", switches="--headless"),
+    *rejected(f"only the node of the rendezvous endpoint serves HTTP, unless --fronts is per-node; {_NODES}", switches="--headless"),
     *rejected(
         _ROUTES, switches="--data-parallel-hybrid-lb/-dph --data-parallel-external-lb/-dpe "
         "--data-parallel-multi-port-external-lb/-dpm",

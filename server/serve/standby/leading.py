@@ -171,8 +171,10 @@ class KeptFiles:
         self._stream = None
         self._release()
         if not self._is_over:
-            _LOG.warning("the standby does not follow any more; the service has none until it is back")
-            self._note("standby_lost", "the standby does not follow any more")
+            _LOG.warning("the standby is lost; unless it reconnects, the loss of this node ends the service")
+            self._note(
+                "standby_lost", "the standby is lost; unless it reconnects, the loss of HEAD ends the service"
+            )
 
     def _release(self) -> None:
         for wait in self._waits.values():

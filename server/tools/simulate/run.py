@@ -305,7 +305,7 @@ def _lines(run: SimulatedRun, slo: str) -> list[tuple[str, str]]:
         ("good requests", f"{report.good_share:.1%}"),
     ]
     for name, found in (
-        ("TTFT", report.ttft_ms), ("TPOT", report.tpot_ms), ("ITL", report.itl_ms), ("whole answer", report.e2e_ms),
+        ("TTFT", report.ttft_ms), ("TPOT", report.tpot_ms), ("ITL", report.itl_ms), ("whole response", report.e2e_ms),
     ):  # fmt: skip
         values = " / ".join(
             f"{found[each]:,.0f}" if found[each] >= 100 else f"{found[each]:.3g}" for each in found

@@ -246,8 +246,8 @@ def _load_of_decode(sized: Sized, asked: SizeOptions) -> str:
     output = expected.output_per_rank
     return "\n".join(
         (
-            f"under a steady load: {chosen.work.users:,} answers at once, with {chosen.work.input_tokens:,} tokens of prompt and "
-            f"{chosen.work.output_tokens:,} of answer",
+            f"under a steady load: {chosen.work.users:,} requests in parallel, with prompts of {chosen.work.input_tokens:,} tokens and "
+            f"responses of {chosen.work.output_tokens:,}",
             f"  a step {_step(chosen)}",
             f"  a rank runs {expected.running_per_rank} requests, without prompts{waiting}",
             f"  time per output token {1000 * expected.tpot_s:.1f} ms",

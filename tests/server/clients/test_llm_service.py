@@ -70,7 +70,7 @@ def test_a_batch_with_a_service_of_its_own(model: Path, tmp_path: Path) -> None:
         timeout=300,
     )
     assert (answer.returncode, answer.stdout) == (0, ""), answer.stderr
-    assert answer.stderr.endswith("wideep run-batch: 12 of 12 lines have good answers\n")
+    assert answer.stderr.endswith("wideep run-batch: 12 of 12 lines have successful responses\n")
     out = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert {entry["custom_id"] for entry in out} == set(map(str, range(12)))
 

@@ -167,7 +167,7 @@ async def test_a_client_that_leaves_logprobs_unread_loses_its_answer() -> None:
             desk.deliver(name, "x" * 1000, logprobs=logprobs)
     with pytest.raises(ApiError) as caught:
         await answer.next()
-    assert caught.value.status == 408 and "not read" in caught.value.message
+    assert caught.value.status == 408 and "unread" in caught.value.message
     assert [request_id for _, request_id in desk.ranks.aborted] == ["a"]
     answer.close()
 

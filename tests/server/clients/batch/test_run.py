@@ -82,7 +82,7 @@ def test_every_line_gets_an_answer_and_bad_lines_end_nothing(
     errors = {entry["error"]["message"] for entry in entries(tmp_path) if entry["error"]}
     assert {error.partition(":")[0] for error in errors} == {"line 3", "line 6", "line 7"}
     assert (
-        "wideep run-batch: 2 of 7 lines have good answers; the output has the errors"
+        "wideep run-batch: 2 of 7 lines have successful responses; the output has the errors"
         in capsys.readouterr().err
     )
 
@@ -99,9 +99,9 @@ def test_all_good_is_status_0_and_the_same_command_again_asks_nothing(
     assert num_asked(front, "b-again") == 20
     said = capsys.readouterr().err.splitlines()
     assert said == [
-        "wideep run-batch: 20 of 20 lines have good answers",
+        "wideep run-batch: 20 of 20 lines have successful responses",
         "wideep run-batch: 20 lines are already answered, 0 remain",
-        "wideep run-batch: 20 of 20 lines have good answers",
+        "wideep run-batch: 20 of 20 lines have successful responses",
     ]
 
 

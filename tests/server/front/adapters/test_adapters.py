@@ -218,7 +218,7 @@ async def test_many_adapters_rotate_over_eight_places(tmp_path: Path) -> None:
 async def test_a_pinned_adapter_keeps_its_place_and_one_place_stays_free(tmp_path: Path) -> None:
     service = Service(tmp_path)
     pinned = await service.adapters.load("p", write(tmp_path / "p", alpha=1), is_pinned=True)
-    with pytest.raises(ApiError, match="one of 2 places must stay free"):
+    with pytest.raises(ApiError, match="one of 2 adapter slots must stay free"):
         await service.adapters.load("q", write(tmp_path / "q", alpha=2), is_pinned=True)
     a, b = await service.load("a", "b")
     for digest, request_id in ((pinned.digest, "1"), (a, "2")):
