@@ -38,8 +38,9 @@ def read_durations(file: Path = FILE) -> dict[str, Duration]:
 
 
 def merged(recorded: dict[str, Duration], taken: dict[str, Duration]) -> str:
-    """Return the file's new text, longest first: tests that ran replace their rows, and rows of missing tests go."""
-    kept = {name: each for name, each in recorded.items() if _exists(name)}
+    """Return the file's new text, longest first. Rows of functions that ran are replaced, and those of missing functions go."""
+    ran = set(map(_function_of, taken))
+    kept = {name: each for name, each in recorded.items() if _function_of(name) not in ran and _exists(name)}
     rows = [each for each in {**kept, **taken}.values() if each.seconds >= LEAST_S]
     rows.sort(key=lambda each: (-each.seconds, each.name))
     return "".join(f"{each.seconds:8.1f} {'slow' if each.is_slow else 'fast'} {each.name}\n" for each in rows)
@@ -55,8 +56,12 @@ def put_long_files_first(items: list[pytest.Item], recorded: dict[str, Duration]
     items.sort(key=lambda item: -long.get(_file_of(item), 0.0))
 
 
+def _function_of(name: str) -> str:
+    return name.partition("[")[0]
+
+
 def _exists(name: str) -> bool:
-    file, test = name.partition("[")[0].split("::")[:2]
+    file, test = _function_of(name).split("::")[:2]
     return (ROOT / file).exists() and test in (ROOT / file).read_text()
 
 

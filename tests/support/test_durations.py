@@ -35,7 +35,8 @@ def test_a_record_replaces_what_ran_and_keeps_the_rest(tmp_path: Path) -> None:
     ran, kept = f"{HERE}::test_a_record", f"{HERE}::test_a_ceiling_is_a_multiple_of_the_record[2]"
     # In two parts, because a test is gone if its file does not contain its name.
     gone = (f"{HERE}::test_" + "gone", "tests/gone/test_x.py::c")
-    recorded = {name: Duration(9.0, True, name) for name in (ran, kept, *gone)}
+    former = f"{ran}[a parameter of former tests]"
+    recorded = {name: Duration(9.0, True, name) for name in (ran, former, kept, *gone)}
     taken = {name: Duration(seconds, False, name) for name, seconds in ((ran, 11.25), (f"{HERE}::d", 0.5))}
     file = tmp_path / "durations.txt"
     file.write_text(merged(recorded, taken))
