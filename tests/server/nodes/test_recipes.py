@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.service.forked import WIDEEP
+from tests.support.service.forked import TORCHRUN, WIDEEP, importing_once
 from tests.support.service.namespaces import ask, members, set_link
 from tests.support.service.real_service import REPOSITORY, START_S, RealService, write_tiny_model
 from tests.support.service.recipes import (
@@ -62,7 +62,7 @@ class Machines:
         programs = {
             "wideep": f'exec {shlex.join(WIDEEP)} "$@"',
             "wideep-node": f'exec {sys.executable} {RECIPES / "node.py"} "$@"',
-            "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
+            "torchrun": f'exec {shlex.join(importing_once(TORCHRUN))} "$@"',
             "tini": 'shift\nexec "$@"',
             "python3": f'exec {sys.executable} "$@"',
             "scontrol": "".join(f"echo 10.213.7.{at + 1}\n" for at in range(len(namespaces)))

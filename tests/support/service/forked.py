@@ -4,8 +4,8 @@ One such process per kind forks all commands of a test process. An order has the
 namespaces, with the descriptors of its output and of a socket for its pid and exit status. If the test process ends, so do its
 commands.
 
-Private services of scripts are `importing_once` instead: `serve` imports once, and forks its children. Services of fake processes
-(`fake_service.py`) are forked in the same two ways, without torch.
+Private services of scripts and the torchruns of recipes are `importing_once` instead: they import once, and fork their children.
+Services of fake processes (`fake_service.py`) are forked in the same two ways, without torch.
 
 A forked `serve` or torchrun forks its children too. Its fronts find torch imported, which real ones hide; a front of `FrontProcess`
 comes from a process without torch, and so do fakes. All other commands start a new interpreter: those of docs, and benchmarks without
@@ -137,7 +137,7 @@ def can_fork_services() -> bool:
 
 
 def importing_once(command: Sequence[str], kind: Kind = Kind.SERVICE) -> tuple[str, ...]:
-    """Return the start of a command that runs `WIDEEP` or `FAKE_SERVICE` in its own process, and forks its children there.
+    """Return the start of a command that runs `WIDEEP`, `TORCHRUN` or `FAKE_SERVICE` in its own process, and forks its children.
 
     If the kernel does not allow that, it is the command itself.
     """
@@ -265,6 +265,11 @@ def _is_fake(command: Sequence[str]) -> bool:
     return command[1] in _FAKES
 
 
+def _in_full(command: Sequence[str]) -> Sequence[str]:
+    """Return `WIDEEP` in place of its name, which recipes find in PATH."""
+    return [*WIDEEP, *command[1:]] if command[0] == "wideep" else command
+
+
 def _is_of_service(command: Sequence[str]) -> bool:
     """Return whether a command starts a process of a service."""
     return tuple(command[: len(WIDEEP)]) == WIDEEP and command[len(WIDEEP)] in _FORKED_CHILDREN
@@ -275,7 +280,7 @@ def _popen_of_torchrun(
 ) -> subprocess.Popen[bytes] | children.AdoptedProcess:
     """Fork a worker of torchrun, instead of starting a new interpreter."""
     assert start_new_session and stdout is None and stderr is None
-    started = _popen(args, env=env, pass_fds=(), process_group=None, preexec_fn=os.setsid)
+    started = _popen(_in_full(args), env=env, pass_fds=(), process_group=None, preexec_fn=os.setsid)
     return _Worker(started.pid) if isinstance(started, children.AdoptedProcess) else started
 
 
