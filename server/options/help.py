@@ -94,5 +94,6 @@ def _word_of(group: Group) -> str:
         "HTTP endpoint": "http",
         "tool calls and reasoning": "tools",
         "expert placement": "placement",
+        "fault tolerance": "faults",
         "logs and traces": "logs",
     }.get(group.title, group.title.replace(" ", "-").lower())

@@ -406,7 +406,7 @@ class Options:
         read=whole(0, 65535),
         metavar="PORT",
         default=8000,
-        help="port to listen on; 0 chooses a free one",
+        help="port to listen on; 0 takes a free one",
     )
     uds: str | None = flag(
         HTTP, "--uds", read=_socket_path, metavar="PATH",
