@@ -139,8 +139,15 @@ class Relocation:
         self.pace.rest()
 
     def begin_epoch(self, place: int, placement: Placement, channel: PeerChannel) -> None:
-        """Continue in an epoch with this rank's place, when it already serves its part of the placement."""
+        """Continue in an epoch with this rank's place, when it already serves its part of the placement.
+
+        A change that was ordered after the end of the former epoch belongs to that epoch, so it ends here too.
+        """
         with self._lock:
+            staged, self._ready = self._ready, None
+            if staged is not None:
+                self._discard(staged)
+            self._wanted = deque(each for each in self._wanted if not isinstance(each, Placement))
             self.place, self.placement, self._channel = place, placement, channel
             self._posted_version, self._why_broken = placement.version, None
 

@@ -288,6 +288,20 @@ def tripping() -> list[tuple[int, MoveState, Cause, str]]:
     return [(report.version, report.state, report.cause, report.reason) for report in told]
 
 
+def test_a_change_that_comes_between_two_epochs_ends_with_the_next_one() -> None:
+    start, reports = linear_placement(1, 4, 1), queue.Queue[PlacementReport]()
+    alone = relocation.Relocation(0, start, [], NoPeers(), Pace(1 << 20))
+    alone.on_report = reports.put
+    alone.end_epoch()
+    alone.prepare(start.with_version(1))
+    reports.get(timeout=30)
+    assert alone.is_moving
+    alone.begin_epoch(0, start.with_version(2), NoPeers())
+    assert not alone.is_moving and alone.version_to_post() == 2
+    alone.prepare(start.with_version(3))
+    assert reports.get(timeout=30).state is VERIFIED and alone.version_to_post() == 3
+
+
 def test_the_thread_that_moves_is_made_ready_before_it_moves_anything() -> None:
     """On a GPU, kernels are launched on the current device of the thread, which is the first one by default."""
     start, seen = linear_placement(1, 4, 1), queue.Queue[str]()
