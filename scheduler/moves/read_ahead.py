@@ -105,7 +105,11 @@ class ReadAhead:
                 if self._version != target.version:
                     return ""
                 weights = relocation.spare.take(model.layers[layer])
+                try:
+                    model.read_expert(layer, expert, weights)
+                except BaseException:
+                    relocation.spare.give_back(weights, model.placement.slots_per_rank)
+                    raise
                 self._ready[layer, expert] = weights
-                model.read_expert(layer, expert, weights)
         model.checkpoint.release_memory()
         return ""

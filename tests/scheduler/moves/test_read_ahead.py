@@ -111,10 +111,14 @@ def test_too_little_memory_and_a_broken_checkpoint_are_reported(
     built.engine.close()
     built = half(checkpoint)
 
+    ready = list[bool]()
+
     def fail(*_: object) -> None:
+        ready.append(bool(built.read_ahead._ready))
         raise CheckpointError("the disk is gone")
 
     monkeypatch.setattr(built.model, "read_expert", fail)
     assert read(built) == (5, "an expert could not be read: the disk is gone")
+    assert ready == [False], "an order that comes now does not take an expert that has not been read"
     assert built.read_ahead.take() == {}
     built.engine.close()
