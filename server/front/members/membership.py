@@ -234,6 +234,8 @@ class Epochs:
         if rank in self._leaving:  # its connection broke
             self._leaving[rank] = None
             return _NOTHING
+        if rank not in self.ranks:  # a resize that has ended started it, or let it go
+            return Effects(given_up=(GivenUp(rank, "the service has no such rank"),))
         self._attached.add(rank)
         self.number = max(self.number, epoch)
         if self._resumed_until_s is not None:

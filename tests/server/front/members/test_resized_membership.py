@@ -49,6 +49,16 @@ def test_a_new_rank_that_ends_before_it_is_needed_changes_nothing() -> None:
     assert epochs.came == frozenset() and epochs.lose(2, "stopped", 0.0) == NOTHING
 
 
+def test_a_new_rank_that_comes_after_the_resize_has_ended_is_given_up() -> None:
+    epochs = serving(2)
+    epochs.expect(4)
+    epochs.attach(2, 0.0)
+    epochs.expect(0)
+    given_up = GivenUp(3, "the service has no such rank")
+    assert epochs.attach(3, 0.0) == Effects(given_up=(given_up,))
+    assert epochs.lose(3, given_up.reason, 0.0) == NOTHING and epochs.is_whole
+
+
 def test_a_new_rank_that_dies_while_it_joins_leaves_the_former_ranks() -> None:
     epochs = grown(serving(2), 3)
     epochs.take_regrouped(0, 1, 0.0)
