@@ -214,6 +214,7 @@ class FrontService:
         for rank in range(num_ranks, self.router.num_ranks):  # they have left, or have yet to come
             self._metrics.note_lost(rank)
             self.requests.note_lost(rank)
+            self.adapters.places.note_lost(rank)
         self.on_size(num_ranks, most)
 
     def placement_for(self, pool: PoolFront, rank: int) -> tuple[int, Placement | None] | None:

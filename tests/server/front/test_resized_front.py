@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from expert_placement.placement import linear_placement
+from tests.server.front.adapters.test_adapters import write
 from tests.server.front.test_front_recovery import BODIES, GATE, ask, metric, present, status
 from tests.support.service.front_process import TIMEOUT_S, FrontProcess
 from tests.support.service.service_processes import wait_until
@@ -100,6 +101,21 @@ def test_ranks_come_and_go_and_clients_get_the_same_answers(front: FrontProcess,
     assert (now["members"], now["missing"], now["losses"], now["total_engines"]) == ([0, 1], [], 0, 2)
     assert all(not rank.wrong_replays for rank in front.ranks)
     assert [each["kind"] for each in now["events"]].count("resized") == 2
+
+
+def test_an_adapter_does_not_wait_for_a_rank_that_has_left(model: Path, tmp_path: Path) -> None:
+    front = FrontProcess(model, "--served-model-name=m", "--device=cpu", "--enable-lora", num_ranks=3)
+    front.attach_all()
+    front.ranks[0].begin(linear_placement(2, NUM_EXPERTS, 3))
+    leaving = front.ranks[2]
+    leaving.delays_adapters = True
+    with ThreadPoolExecutor() as threads:
+        adapter = {"lora_name": "a", "lora_path": write(tmp_path / "a")}
+        load = threads.submit(front.post, "/v1/load_lora_adapter", json=adapter)
+        leaving.wait_for(lambda rank: bool(rank.adapter_orders))
+        assert scale(front, 2).status_code == 200
+        assert load.result(TIMEOUT_S).status_code == 200
+    assert front.close()[0] == 0
 
 
 def test_the_state_is_visible_everywhere(front: FrontProcess) -> None:

@@ -20,6 +20,8 @@ from expert_placement.placement import Placement
 from scheduler.epochs.orders import Order
 from scheduler.moves.reports import ExpertMap, MoveState, PlacementReport
 from scheduler.policy.request import (
+    AdapterOrder,
+    AdapterReport,
     FinishReason,
     ForgetPrefixes,
     MemoryOrder,
@@ -75,6 +77,8 @@ class FakeRank(PacedRank):
         self.aborted: list[str] = []
         self.orders: list[Order] = []
         self.memory_orders: list[MemoryOrder] = []
+        self.adapter_orders: list[AdapterOrder] = []
+        self.delays_adapters = False  # never reports that it has followed an order about adapters
         self.weight_orders: list[WeightOrder] = []
         self.refuses_weights = ""  # reason to refuse new weights
         self.delays_weights = False  # follows no order about them before `follow_weights`
@@ -129,6 +133,10 @@ class FakeRank(PacedRank):
                 if message.weights:
                     self._report_weights(message.weights, WeightState.SERVING)
                 self.on_order(message)
+            case AdapterOrder(number, place, digest):
+                if not self.delays_adapters:
+                    self.link.send(AdapterReport(number, place, digest))
+                self._note(self.adapter_orders, message)
             case WeightOrder():
                 if not self.delays_weights:
                     self.follow_weights(message)
