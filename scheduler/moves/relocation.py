@@ -131,10 +131,9 @@ class Relocation:
         """Abort the present move and close the channel. Nothing is prepared until the next epoch begins."""
         with self._lock:
             channel, self._channel = self._channel, NoPeers()
-            staged, self._ready, self._dropped_version = self._ready, None, None
             self._wanted.clear()
-            if staged is not None:
-                self._discard(staged)
+            self._dropped_version = None
+            self._discard_ready()
         channel.close()
         self.pace.rest()
 
@@ -144,9 +143,7 @@ class Relocation:
         A change that was ordered after the end of the former epoch belongs to that epoch, so it ends here too.
         """
         with self._lock:
-            staged, self._ready = self._ready, None
-            if staged is not None:
-                self._discard(staged)
+            self._discard_ready()
             self._wanted = deque(each for each in self._wanted if not isinstance(each, Placement))
             self.place, self.placement, self._channel = place, placement, channel
             self._posted_version, self._why_broken = placement.version, None
@@ -211,6 +208,11 @@ class Relocation:
 
     def _is_dropped(self, staged: _Staged) -> bool:
         return self._dropped_version == staged.target.version
+
+    def _discard_ready(self) -> None:
+        staged, self._ready = self._ready, None
+        if staged is not None:
+            self._discard(staged)
 
     def _discard(self, staged: _Staged) -> None:
         for weights in staged.weights.values():

@@ -171,10 +171,9 @@ class KeptFiles:
         self._stream = None
         self._release()
         if not self._is_over:
-            _LOG.warning("the standby is lost; unless it reconnects, the loss of this node ends the service")
-            self._note(
-                "standby_lost", "the standby is lost; unless it reconnects, the loss of HEAD ends the service"
-            )
+            text = "the standby is lost; unless it reconnects, the loss of HEAD ends the service"
+            _LOG.warning(text)
+            self._note("standby_lost", text)
 
     def _release(self) -> None:
         for wait in self._waits.values():
