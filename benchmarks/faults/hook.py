@@ -84,13 +84,13 @@ class _Finder(importlib.abc.MetaPathFinder):
 def _change_records(module: Any, orders: Ordered) -> None:
     transfer, read = module.RecordStore._transfer, module.RecordStore.read
 
-    def follow(store: Any, call: Any, buffers: Any, place: int) -> None:
+    def follow(store: Any, call: Any, buffers: Any, *place: int) -> None:
         is_on_disk = store.name.startswith("/")
         order = orders.get("disk" if is_on_disk else "transfers")
         if order == "full" and call is os.pwritev:
             raise OSError(errno.ENOSPC, "No space left on device")
         time.sleep(order if order and order != "full" else 0.0)
-        transfer(store, call, buffers, place)
+        transfer(store, call, buffers, *place)
 
     def read_changed(store: Any, key: bytes, buffers: Sequence[memoryview], take: Callable[[], int]) -> Any:
         if not orders.get("flips"):

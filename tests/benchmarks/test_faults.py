@@ -38,6 +38,15 @@ print(outcome, time.perf_counter() - begun_s)
 """
 
 
+WRITE_IN_PARTS = """
+place = store.begin(b"k" * 16)
+    for at in (0, 2048):
+        store.write_part(place, at, [memoryview(data)[at : at + 2048]])
+    store.complete(place, b"k" * 16, 7)
+""".strip()
+USE_PARTS = USE_STORE.replace('store.write(b"k" * 16, [memoryview(data)], 7)', WRITE_IN_PARTS)
+
+
 FETCH_RECORD = """
 import socket, threading, time
 from kvcache.tiers.frames import HEADER_BYTES, Channel, RecordHeader
@@ -67,9 +76,9 @@ def run(orders: FaultOrders, script: str) -> tuple[str, float]:
     return outcome, float(seconds)
 
 
-def use(orders: FaultOrders) -> tuple[str, float]:
+def use(orders: FaultOrders, script: str = USE_STORE) -> tuple[str, float]:
     """Write and read a record."""
-    found = run(orders, USE_STORE)
+    found = run(orders, script)
     (orders.disk / "blocks.kv").unlink()
     return found
 
@@ -80,8 +89,12 @@ def test_the_disk_does_what_the_campaign_orders(tmp_path: Path) -> None:
     with orders.given(disk=0.2):
         outcome, seconds = use(orders)
         assert outcome == "WHOLE" and seconds >= 0.4
+        assert use(orders, USE_PARTS)[0] == "WHOLE", (
+            "records that are written in parts follow the orders, too"
+        )
     with orders.given(disk="full"):
         assert use(orders)[0] == "No space left on device"
+        assert use(orders, USE_PARTS)[0] == "No space left on device"
     assert use(orders)[0] == "WHOLE"
 
 
