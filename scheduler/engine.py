@@ -355,6 +355,7 @@ class Engine:
                 self.weights.switch(agreement.weights_number, lockstep.step)
             if switch_to is not None:
                 self._relocation.switch(switch_to, lockstep.step)
+                self.memory.note_moved()
             if decision in (Decision.STOP, Decision.REGROUP):
                 return decision
             if decision is Decision.SLEEP:

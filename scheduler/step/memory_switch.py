@@ -5,7 +5,9 @@ copies its blocks, and experts that must return are read again. All ranks switch
 So no step runs without the experts of any rank, and no block is saved after its memory is gone. A thread reads experts,
 because a wait in the step loop would look like a stuck rank.
 
-If ranks meet in another epoch meanwhile, the reading starts again: other experts may belong to this rank. Addresses stay valid
+If ranks meet in another epoch meanwhile, the reading starts again: other experts may belong to this rank. It also starts again
+if experts moved before all ranks had theirs, because a move exchanges memory and may bring bytes that were released. A rank that
+moves experts is not idle, so no move can end between the last reading and the switch. Addresses stay valid
 (`kvcache.memory`), so step programs do too. Works on CPUs only.
 """
 
@@ -44,6 +46,7 @@ class MemorySwitch:
         self._ordered = self._posted = self._followed = MemoryOrder(0)
         self._has_experts = True  # their values are there
         self._reader: threading.Thread | None = None
+        self._has_moved = False  # experts moved since the reader began
         self._is_parted = threading.Event()  # set between epochs
         self._failure: Exception | None = None
 
@@ -109,6 +112,14 @@ class MemorySwitch:
             self._read_if_needed()
         self.on_switched(number)
 
+    def note_moved(self) -> None:
+        """Read experts again if this rank released them: another placement serves now, and moved bytes may be wrong."""
+        with self._lock:
+            if self._followed.has_experts:
+                return
+            self._has_experts, self._has_moved = False, True
+            self._read_if_needed()
+
     def begin_epoch(self) -> None:
         """Read experts if they are missing: this rank's placement is known."""
         self._is_parted.clear()
@@ -130,6 +141,7 @@ class MemorySwitch:
     def _read_if_needed(self) -> None:
         is_missing = self._ordered.has_experts and not self._has_experts
         if is_missing and self._reader is None and not self._is_parted.is_set():
+            self._has_moved = False
             self._reader = threading.Thread(target=self._read, name="expert-reader", daemon=True)
             self._reader.start()
 
@@ -144,10 +156,10 @@ class MemorySwitch:
             failure = error
         with self._lock:
             self._reader, self._failure = None, failure
-            self._has_experts = is_whole
+            self._has_experts = is_whole and not self._has_moved
             if failure is None:
                 self._read_if_needed()
         self.on_news()
 
     def _is_unneeded(self) -> bool:
-        return self._is_parted.is_set() or not self._ordered.has_experts
+        return self._is_parted.is_set() or self._has_moved or not self._ordered.has_experts

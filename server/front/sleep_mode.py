@@ -1,8 +1,9 @@
 """Sleep mode: free the memory of idle ranks, while processes, links, epochs, the journal and KV tiers stay.
 
 `sleep` refuses new requests at once. Open ones end as aborted, or end in their own time, or are taken from their ranks and kept.
-Then all ranks are ordered to release memory, and do so at one step (`scheduler.step.memory_switch`). `wake_up` orders the
-opposite. When every member has followed, requests are accepted again, and kept ones continue with the same tokens.
+A change of the placement ends first, because its later stages would move experts that are gone. Then all ranks are ordered to
+release memory, and do so at one step (`scheduler.step.memory_switch`). `wake_up` orders the opposite. When every member has
+followed, requests are accepted again, and kept ones continue with the same tokens.
 
 A rank that attaches gets the present order, so a returned rank sleeps or wakes with the others. Each rank also reports the newest
 order that it got, from which a restarted front continues. Levels, modes and tags are vLLM's.
@@ -69,6 +70,7 @@ class SleepMode:
         members: Callable[[], Collection[int] | None],
         why_impossible: str | None = None,
         why_not_now: Callable[[], str | None] = lambda: None,
+        is_moving: Callable[[], bool] = lambda: False,
         on_level: Callable[[int], None] = lambda _level: None,
         events: EventLog | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -79,10 +81,12 @@ class SleepMode:
             members: Returns the ranks that serve together, or None while they do not.
             why_impossible: Why this service cannot sleep, or None if it can.
             why_not_now: Returns why it must not fall asleep now, or None if it may.
+            is_moving: Returns whether a change of the experts' placement is in progress. None begins while requests are refused.
             on_level: Called with the level whenever it changes.
         """
         self._requests, self._ranks, self._members = requests, ranks, members
         self._why_impossible, self._why_not_now, self._on_level = why_impossible, why_not_now, on_level
+        self._is_moving = is_moving
         self._events, self._clock = events or EventLog(), clock
         self._order = MemoryOrder(0)
         self._followed: dict[int, int] = {}  # by rank: the number of the last order that it followed
@@ -113,7 +117,7 @@ class SleepMode:
         Args:
             level: 1 releases the KV cache, 2 also the experts' weights.
             way: What becomes of open requests.
-            timeout_s: Time limit. If requests are still open then, the service stays awake.
+            timeout_s: Time limit. If requests are still open or experts still move then, the service stays awake.
 
         Raises:
             ApiError: The service cannot sleep, was woken meanwhile, or the time was up.
@@ -134,16 +138,16 @@ class SleepMode:
             self._is_keeping = True
             self._requests.pause()
         if not await wait_until(
-            lambda: self._num_wakes != num_wakes or self._is_unused(), until_s, self._clock
+            lambda: self._num_wakes != num_wakes or self._is_calm(), until_s, self._clock
         ):
             num_open = self._requests.num_open
+            is_unused = self._is_unused()
             if self._num_sleeps == num_sleeps and self._order.has_cache:
                 self._asleep = frozenset()
                 self._open_if_awake()
-            raise ApiError(
-                504,
-                f"Requests are still open after {timeout_s:g} s ({num_open}), so the service does not sleep.",
-            )
+            what = "Experts still move" if is_unused else "Requests are still open"
+            count = "" if is_unused else f" ({num_open})"
+            raise ApiError(504, f"{what} after {timeout_s:g} s{count}, so the service does not sleep.")
         if self._num_wakes == num_wakes:
             self._command()
             if not await wait_until(
@@ -220,6 +224,10 @@ class SleepMode:
     def _is_unused(self) -> bool:
         """Whether ranks have no request, and will get none."""
         return not (self._requests.num_at_ranks if self._is_keeping else self._requests.num_open)
+
+    def _is_calm(self) -> bool:
+        """Whether ranks may release their memory."""
+        return self._is_unused() and not self._is_moving()
 
     def _is_followed(self) -> bool:
         members = self._members()

@@ -4,12 +4,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from expert_placement.placement import Placement
 from kvcache.paged_cache import BLOCK_TOKENS
 from kvcache.unit import block_parts, filled, state_parts
 from moe.expert_weights import digest, read_slot
@@ -212,6 +215,31 @@ def test_without_reading_them_again_the_answers_would_change(directory: Path) ->
         built, submit(built, "first"), order(built, DEEP), order(built, AWAKE), submit(built, "second")
     )
     assert tokens_of(outputs, "second") != tokens_of(outputs, "first")
+
+
+def test_experts_that_move_while_a_rank_reads_them_are_read_again(directory: Path) -> None:
+    built = build(directory, max_model_len=160)
+    poison(built)
+    before, memory, relocation = digests(built), built.engine.memory, built.relocation
+    read, start, num_asked = memory._parts.read_experts, relocation.placement, count()
+    target = Placement(np.roll(start.slot_expert, 1, axis=1), start.num_experts, 1, version=1)
+
+    def move_half_way() -> bool:
+        if next(num_asked) == 3:
+            relocation.prepare(target)  # copies the bytes of released slots
+            until_s = time.monotonic() + PATIENCE_S
+            while relocation.placement is not target:
+                assert time.monotonic() < until_s, "experts do not move"
+                threading.Event().wait(0.001)
+        return False
+
+    memory._parts = memory._parts._replace(read_experts=lambda _is_over: read(move_half_way))
+    run(built, order(built, DEEP), order(built, AWAKE))
+    held = target.local(0).tolist()
+    assert relocation.placement is target
+    assert digests(built) == [
+        [layer[expert] for expert in row] for layer, row in zip(before, held, strict=True)
+    ]
 
 
 @pytest.fixture

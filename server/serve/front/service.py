@@ -162,6 +162,7 @@ class FrontService:
             members=self.pools.members,
             why_impossible=_NO_SLEEP if options.device == "cuda" else None,
             why_not_now=self.weights.why_busy,
+            is_moving=self.pools.is_moving,
             on_level=metrics.note_sleep,
             events=self.events,
         )

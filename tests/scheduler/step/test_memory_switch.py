@@ -151,6 +151,45 @@ def test_a_regrouping_stops_the_reading_and_the_next_epoch_starts_it_again(rank:
     assert rank.has_experts
 
 
+def test_experts_are_read_again_if_they_moved_before_all_ranks_had_theirs(rank: Rank) -> None:
+    rank.may_read.set()
+    rank.switch.order(DEEP)
+    rank.follow()
+    rank.switch.note_moved()
+    assert rank.switch._reader is None, "a sleeping rank reads nothing"
+    rank.switch.order(AWAKE)
+    rank.wait_until(lambda: rank.switch._reader is None)
+    rank.switch.note_moved()
+    rank.wait_until(lambda: rank.follow() == 2)
+    assert rank.calls.count("read") == 2
+
+
+def test_a_reading_during_which_experts_moved_does_not_count(rank: Rank) -> None:
+    rank.switch._parts = rank.switch._parts._replace(read_experts=lambda _is_over: read_once(rank))
+    rank.switch.order(DEEP)
+    rank.follow()
+    rank.switch.order(AWAKE)
+    rank.wait_until(lambda: rank.follow() == 2)
+    assert rank.calls.count("read") == 2
+
+
+def read_once(rank: Rank) -> bool:
+    """Read completely, while experts move for the first time."""
+    rank.calls.append("read")
+    if rank.calls.count("read") == 1:
+        rank.switch.note_moved()
+    return True
+
+
+def test_moved_experts_are_not_read_if_none_were_released(rank: Rank) -> None:
+    rank.may_read.set()
+    for number, order in enumerate((SLEEP, MemoryOrder(2)), start=1):
+        rank.switch.order(order)
+        rank.wait_until(lambda number=number: rank.follow() == number)
+        rank.switch.note_moved()
+    assert rank.follow() == 2 and rank.calls == ["cache"]
+
+
 def test_a_failed_read_ends_the_step_loop(rank: Rank) -> None:
     rank.switch.order(DEEP)
     rank.follow()

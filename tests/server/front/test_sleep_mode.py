@@ -24,11 +24,13 @@ class Service:
         self.desk = Desk()
         self.answer = self.desk.open(*names) if names else None
         self.members: Collection[int] | None = (0, 1)
+        self.is_moving = False
         self.clock = Clock()
         self.mode = SleepMode(
             self.desk.requests,
             self.desk.ranks,  # type: ignore[arg-type]
             members=lambda: self.members,
+            is_moving=lambda: self.is_moving,
             on_level=self.desk.metrics.note_sleep,
             clock=self.clock,
         )
@@ -131,6 +133,31 @@ async def test_if_the_time_is_up_while_requests_are_open_the_service_stays_awake
     assert caught.value.status == 504 and service.orders == [] and service.mode.why_not_ready() is None
     service.desk.deliver("a", "x", FinishReason.STOP)
     assert service.desk.reasons() == [FinishReason.STOP]
+
+
+@in_loop
+async def test_ranks_sleep_when_a_change_of_the_placement_has_ended() -> None:
+    service = Service()
+    service.is_moving = True
+    call = await service.sleep(level=2)
+    assert not call.done() and service.orders == [] and service.mode.why_not_ready() is not None
+    service.is_moving = False
+    await service.during(call)
+    call.result()
+    assert service.orders == [LIGHT._replace(has_experts=False)]
+
+
+@in_loop
+async def test_if_the_time_is_up_while_experts_move_the_service_stays_awake() -> None:
+    service = Service()
+    service.is_moving = True
+    call = await service.sleep(level=2)
+    await service.time_out(call)
+    with pytest.raises(
+        ApiError, match="Experts still move after 10 s, so the service does not sleep"
+    ) as caught:
+        call.result()
+    assert caught.value.status == 504 and service.orders == [] and service.mode.why_not_ready() is None
 
 
 @in_loop

@@ -10,6 +10,10 @@ from typing import Any
 import httpx
 import pytest
 
+from expert_placement.files import to_json
+from expert_placement.placement import Placement, linear_placement
+from scheduler.moves.reports import MoveState, PlacementReport
+from server.link.messages import PlacementUpdate
 from tests.server.front.test_front_recovery import BODIES, GATE, ask, metric, present, status
 from tests.support.service.front_process import TIMEOUT_S, FrontProcess, operated_front
 from tests.support.service.service_processes import wait_until
@@ -153,6 +157,24 @@ def test_sglang_s_names_release_and_resume(front: FrontProcess) -> None:
         assert refused.status_code == 409 and "1 requests are open" in refused.text
         gate.set()
         assert asked[0].result(TIMEOUT_S) == expected
+
+
+def test_ranks_keep_their_memory_while_experts_move(front: FrontProcess) -> None:
+    home, prepared = linear_placement(2, 4, 2), list[tuple[Any, int]]()
+    for rank in (0, 1):
+        present(front, rank)._on_prepare = lambda each, stage: prepared.append((each, stage.version))
+    swapped = Placement(home.slot_expert[:, ::-1].copy(), home.num_experts, home.num_ranks)
+    begun = front.post("/experts/apply", json={"placement": to_json(swapped), "wait": False})
+    assert begun.status_code == 202, begun.text
+    wait_until(lambda: len(prepared) == 2, lambda: f"only {prepared} move experts")
+    num_orders = len(present(front, 0).memory_orders)
+    refused = front.post("/sleep?level=2&timeout_s=0.1")
+    assert refused.status_code == 504 and "Experts still move" in refused.json()["error"]["message"]
+    assert len(present(front, 0).memory_orders) == num_orders
+    for each, version in prepared:
+        report = PlacementReport(rank=each.rank, version=version, state=MoveState.FAILED, reason="no")
+        each.link.send(PlacementUpdate(report))
+    assert front.post("/sleep?level=2").json()["level"] == 2
 
 
 @pytest.mark.parametrize(
