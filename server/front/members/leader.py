@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
-from expert_placement.placement import Placement
+from expert_placement.placement import EMPTY, Placement
 from scheduler.epochs.orders import Order
 from server.front.events import EventLog
 from server.front.members.membership import Effects, Epoch, Epochs, Phase
@@ -18,6 +18,8 @@ from server.link.messages import Fault
 
 _LOG = logging.getLogger("wideep.front")
 READ_BYTES_PER_S = 50e6  # from a slow disk
+
+_Experts = set[tuple[int, int]]  # layers and experts
 
 
 class RankOrders(Protocol):
@@ -44,7 +46,12 @@ class PlacementHome(Protocol):
     """The state of expert placements, implemented by `server.experts.control.PlacementControl`."""
 
     home: Placement | None
+    current: Placement | None  # over the members of the last order
     expert_bytes: int  # of one expert of one layer
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether a change of the placement is in progress."""
 
     def resize(self, home: Placement) -> None:
         """Change the number of ranks. `home` is the placement over all of them."""
@@ -93,6 +100,11 @@ class Leader:
         self._said_phase = Phase.STARTING
         self._begun_s = 0.0  # of the current regrouping
         self._former_home: Placement | None = None  # before the last resize
+        self._members: tuple[int, ...] = ()  # of the last order
+        self._met: set[int] = set()  # members that have met since then, so they hold their experts
+        self._kept: dict[
+            int, _Experts
+        ] = {}  # of the others: what they held before, and no order took from them
 
     def resume(self, lost: Collection[int] = ()) -> None:
         """Lead a pool after a restart of its front. Its ranks get requests when they serve again.
@@ -122,6 +134,8 @@ class Leader:
             away_s = None if absence is None else self._clock() - absence.since_s
             self._events.note("rank_back", f"rank {rank}{self._of_pool} is back", rank=rank, seconds=away_s)
         self._carry_out(self.epochs.attach(rank, self._clock(), epoch=epoch))
+        if not self._members and self.epochs.phase is Phase.SERVING:  # they met without an order
+            self._members, self._met = self.epochs.members, {*self.epochs.members}
 
     def lose(self, rank: int, reason: str) -> None:
         """Handle the loss of a rank."""
@@ -131,10 +145,14 @@ class Leader:
         if rank in self.epochs.ranks and self.epochs.phase is not Phase.STARTING:
             _LOG.warning("rank %d%s is lost: %s", rank, self._of_pool, reason)
             self._events.note("rank_lost", f"rank {rank}{self._of_pool} is lost: {reason}", rank=rank)
+        self._met.discard(rank)
+        self._kept.pop(rank, None)
         self._carry_out(self.epochs.lose(rank, reason, self._clock()))
 
     def take_regrouped(self, rank: int, number: int) -> None:
         """Record that a rank serves in an epoch."""
+        if number == self.epochs.number and rank in self._members:
+            self._met.add(rank)
         self.epochs.take_regrouped(rank, number, self._clock())
         self._carry_out(Effects())
 
@@ -189,17 +207,37 @@ class Leader:
         placement = placement.with_version(self._placement.next_version())
         sizes = self._weights(), self.epochs.num_ranks
         order = Order(epoch.number, epoch.members, placement, *sizes, epoch.leaving, epoch.stopped)
-        self.epochs.grant(self._read_s(placement))
+        self.epochs.grant(self._read_s(placement, epoch.members))
         self._begun_s = self._clock()
         self._placement.regroup(order, self.epochs.describe())
         self._on_order(order)
         self._ranks.regroup(order)
 
-    def _read_s(self, placement: Placement) -> float:
-        """Return the seconds that a member may take to read its additional experts."""
+    def _read_s(self, placement: Placement, members: tuple[int, ...]) -> float:
+        """Return the seconds that a member may take to read its additional experts, and note what members keep."""
         assert self._placement.home is not None, "an order has a placement"
-        num_slots = placement.slots_per_rank - self._placement.home.slots_per_rank
-        return num_slots * placement.num_layers * self._placement.expert_bytes / READ_BYTES_PER_S
+        # A rank that has just attached holds its part of the home placement.
+        most = (placement.slots_per_rank - self._placement.home.slots_per_rank) * placement.num_layers
+        kept: dict[int, _Experts] = {}
+        for place, rank in enumerate(members):
+            held, wanted = self._held_by(rank), _experts_of(placement, place)
+            if held is None:
+                continue
+            kept[rank] = held & wanted
+            if not self.epochs.is_resizing:  # otherwise the rank has read them ahead
+                most = max(most, len(wanted - held))
+        if self._placement.is_changing:  # some ranks may have switched to a stage that does not count
+            most += placement.slots_per_rank
+        self._members, self._kept = members, kept
+        self._met.clear()
+        return most * self._placement.expert_bytes / READ_BYTES_PER_S
+
+    def _held_by(self, rank: int) -> _Experts | None:
+        """Return experts that a rank holds for certain; None if it has just attached."""
+        current = self._placement.current
+        if rank not in self._met or current is None:
+            return self._kept.get(rank)
+        return _experts_of(current, self._members.index(rank))
 
     def _share_requests(self) -> None:
         """Route requests to ranks that have settled, and take them from ranks that have not."""
@@ -240,3 +278,9 @@ class Leader:
         if due_s is not None:
             left_s = max(0.0, due_s - self._clock())
             self._timer = asyncio.get_running_loop().call_later(left_s, self._tick)
+
+
+def _experts_of(placement: Placement, place: int) -> _Experts:
+    """Return the experts at a place of a placement."""
+    rows = enumerate(placement.local(place).tolist())
+    return {(layer, expert) for layer, row in rows for expert in row if expert != EMPTY}

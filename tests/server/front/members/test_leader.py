@@ -31,6 +31,8 @@ class Service:
         """Args: is_again: The front replaces one that has served, so that the ranks return."""
         self.told: list[tuple[object, ...]] = []
         self.home: Placement | None = HOME if has_home else None
+        self.current = self.home
+        self.is_changing = False
         self.version, self.now_s, self.expert_bytes = HOME.version, 0.0, 0
         self.events = EventLog(calendar=lambda: 1_000.0 + self.now_s)
         self.epochs = Epochs(3, recovery_timeout_s=recovery_timeout_s, first_rank=first_rank)
@@ -65,6 +67,7 @@ class Service:
             self.orders.append(order)
             self.told.append(("ranks", order.epoch, order.members))
         else:
+            self.current = order.placement
             self.told.append(("placement", order.placement.version, reason))
 
     def give_up(self, rank: int, reason: str) -> None:
@@ -223,6 +226,28 @@ def test_what_members_must_read_gives_them_time() -> None:
         service.leader.lose(1, "killed")
         assert service.epochs.next_due_s() == REGROUP_TIMEOUT_S + 2.0
         service.leader.close()
+
+    asyncio.run(test())
+
+
+def test_members_that_hold_other_experts_get_time_to_read_them() -> None:
+    async def test() -> None:
+        service = Service()
+        service.expert_bytes = int(READ_BYTES_PER_S)
+        service.is_changing = True
+        service.leader.lose(1, "killed")
+        assert service.epochs.next_due_s() == REGROUP_TIMEOUT_S + 2.0 + 3.0, (
+            "a stage may have moved three more"
+        )
+        service.is_changing = False
+        for rank in (0, 2):
+            service.leader.take_regrouped(rank, 1)
+        moved = Placement(HOME.slot_expert[:, ::-1], 6, 3)
+        service.home, service.current = moved, surviving(moved, (0, 2))
+        service.leader.attach(1)
+        due_s = service.epochs.next_due_s()
+        service.leader.close()
+        assert due_s == REGROUP_TIMEOUT_S, "they hold their experts of the placement after a change"
 
     asyncio.run(test())
 

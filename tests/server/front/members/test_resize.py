@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterable
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ from expert_placement.survivors import surviving
 from scheduler.epochs.orders import Order
 from server.front.errors import ApiError, bad_request
 from server.front.events import EventLog
-from server.front.members.leader import Leader
-from server.front.members.membership import Epochs
+from server.front.members.leader import READ_BYTES_PER_S, Leader
+from server.front.members.membership import REGROUP_TIMEOUT_S, Epochs
 from server.front.members.resize import POLL_S, Resize
 from server.front.members.resize_operation import Operation, ResizePhase, ResizeRecord
 from server.http.operators.resize_routes import resize_routes
@@ -33,6 +34,7 @@ class PlayedService:
     def __init__(self, folder: Path, num_ranks: int = 2, **how: Any) -> None:
         self.told: list[tuple[object, ...]] = []
         self.home: Placement | None = linear_placement(2, 8, num_ranks)
+        self.current = self.home
         self.is_changing = False
         self.version = self.expert_bytes = 0
         self.events = EventLog()
@@ -83,6 +85,7 @@ class PlayedService:
 
     def regroup(self, order: Order, reason: str | None = None) -> None:
         if reason is not None:
+            self.current = order.placement
             return
         self.told.append(("order", order.members, order.leaving, order.num_ranks))
         if self.meets:
@@ -447,6 +450,30 @@ def test_the_files_for_a_resize_are_read_in_a_thread(tmp_path: Path) -> None:
             assert len(threads) == 2, "the number of ranks has changed since it was checked"
 
     run(test)
+
+
+def test_former_ranks_get_time_to_read_the_experts_that_a_failed_growth_took(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with running(tmp_path) as service:
+            service.expert_bytes = int(READ_BYTES_PER_S * 60)
+            service.meets = False
+            operation = service.resize_of.begin(4)
+            await until(lambda: service.epochs.is_resizing)
+            assert left_s(service) < REGROUP_TIMEOUT_S, "the experts of a resize are read ahead"
+            service.kill(3)  # rank 1 had experts 4 to 7 of two layers, and was to have 2 and 3
+            assert left_s(service) == pytest.approx(REGROUP_TIMEOUT_S + 8 * 60, abs=2.0)
+            service.kill(1)  # rank 0 kept experts 0 and 1, and serves all now
+            assert left_s(service) == pytest.approx(REGROUP_TIMEOUT_S + 12 * 60, abs=2.0)
+            await service.resize_of.wait(operation)
+
+    run(test)
+
+
+def left_s(service: PlayedService) -> float:
+    """Return the time until the stream of a silent member is closed."""
+    due_s = service.epochs.next_due_s()
+    assert due_s is not None
+    return due_s - time.monotonic()
 
 
 def test_a_front_that_is_restarted_while_ranks_meet_returns_to_the_former_ranks(tmp_path: Path) -> None:
