@@ -186,6 +186,7 @@ class Leader:
         if effects.failure is not None:
             self._on_failure(effects.failure)
             return
+        self._follow_size()
         if effects.order is not None:
             self._order(effects.order)
         for rank, reason in effects.given_up:
@@ -194,14 +195,18 @@ class Leader:
         self._say()
         self._set_timer()
 
+    def _follow_size(self) -> None:
+        """Return to the former placement if a resize was undone, also if no rank is left that could get an order."""
+        home, former = self._placement.home, self._former_home
+        if home is not None and former is not None and home.num_ranks != self.epochs.num_ranks:
+            self._placement.resize(former)
+
     def _order(self, epoch: Epoch) -> None:
         if self._placement.home is None:
             self._on_no_home()
         if self._placement.home is None:
             self._on_failure("no rank that returned to the front has the home placement of the experts")
             return
-        if self._former_home is not None and self._placement.home.num_ranks != self.epochs.num_ranks:
-            self._placement.resize(self._former_home)  # the resize was undone
         places = [self.epochs.ranks.index(rank) for rank in epoch.members]
         placement = self._surviving(self._placement.home, places)
         placement = placement.with_version(self._placement.next_version())

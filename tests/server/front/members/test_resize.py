@@ -452,6 +452,25 @@ def test_the_files_for_a_resize_are_read_in_a_thread(tmp_path: Path) -> None:
     run(test)
 
 
+@pytest.mark.parametrize("before", [1, 2])
+def test_if_all_former_ranks_die_while_ranks_meet_they_return_with_their_placement(
+    tmp_path: Path, before: int
+) -> None:
+    async def test() -> None:
+        async with running(tmp_path, before) as service:
+            service.meets = False
+            operation = service.resize_of.begin(before + 1)
+            await until(lambda: service.epochs.is_resizing)
+            for rank in range(before):
+                service.kill(rank)
+            found = service.resize_of.placement_for(0)
+            assert found is not None and found[0] == before
+            assert found[1] is not None and found[1].num_ranks == before
+            await service.resize_of.wait(operation)
+
+    run(test)
+
+
 def test_former_ranks_get_time_to_read_the_experts_that_a_failed_growth_took(tmp_path: Path) -> None:
     async def test() -> None:
         async with running(tmp_path) as service:
