@@ -339,4 +339,6 @@ class FrontStream:
 
 def _experts_now(built: Assembled) -> ExpertMap:
     placement = built.relocation.placement
-    return built.experts._replace(version=placement.version, slot_expert=placement.slot_expert)
+    return built.experts._replace(
+        version=placement.version, num_ranks=placement.num_ranks, slot_expert=placement.slot_expert
+    )

@@ -11,6 +11,7 @@ import pytest
 
 from expert_placement.placement import linear_placement
 from scheduler.epochs.orders import Order
+from scheduler.moves.reports import ExpertMap, MoveState, PlacementReport
 from scheduler.policy.config import EngineConfig
 from scheduler.policy.request import (
     FinishReason,
@@ -159,6 +160,17 @@ def test_what_answers_an_order_that_comes_with_the_welcome_reaches_the_new_front
     now: Any = stream.link
     assert now is not before and not before.send.called
     now.send.assert_called_once_with(Regrouped(5))
+
+
+def test_after_a_resize_the_experts_slots_belong_to_the_present_number_of_ranks(stream: FrontStream) -> None:
+    before = linear_placement(2, 6, 2)
+    built: Any = stream._built
+    built.experts = ExpertMap(0, 6, 2, (0, 1), 2, before.slot_expert)
+    stream.report(PlacementReport(rank=0, version=7, state=MoveState.SERVING, digest=HOME.digest()))
+    link: Any = stream.link
+    [experts] = [call.args[0] for call in link.send.call_args_list if isinstance(call.args[0], ExpertMap)]
+    assert (experts.version, experts.num_ranks) == (7, 3)
+    assert experts.slot_expert.shape == HOME.slot_expert.shape
 
 
 def test_memory_is_sent_when_it_has_changed_and_again_to_a_new_front(stream: FrontStream) -> None:
