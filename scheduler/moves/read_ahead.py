@@ -24,7 +24,10 @@ MOST_OF_AVAILABLE = 0.9  # share of free memory that experts may take
 
 
 class ReadAhead:
-    """Reads experts ahead of an order. Any thread may call `begin` and `drop`; the step loop's calls `take`."""
+    """Reads experts ahead of an order. Any thread may call `begin` and `drop`, which return at once; the step loop's calls `take`.
+
+    Experts that are not wanted any more are freed by the next one to hold the lock, which may be the mover after a slow read.
+    """
 
     def __init__(
         self, model: Model, relocation: Relocation, available: Callable[[], int], *, num_local_ranks: int
@@ -34,8 +37,9 @@ class ReadAhead:
         self._model, self._relocation, self._available = model, relocation, available
         self._num_local_ranks = num_local_ranks
         self._lock = threading.Lock()  # held while an expert is read
-        self._version: int | None = None  # of the placement that is read
+        self._version: int | None = None  # of the placement that is wanted
         self._ready: Ready = {}
+        self._ready_version: int | None = None  # of the placement that they were read for
 
     def begin(self, target: Placement, place: int) -> None:
         """Read the experts that this rank lacks of a placement. `on_read` gets its version, and the problem or "".
@@ -44,30 +48,42 @@ class ReadAhead:
             place: This rank's place in the placement.
         """
         self.drop()
-        with self._lock:
-            self._version = target.version
+        self._version = target.version
         self._relocation.later(partial(self._read, target, place))
 
     def drop(self, version: int | None = None) -> None:
         """Free what was read, or what was read for one version."""
-        with self._lock:
-            if version is None or version == self._version:
-                self._version = None
-                self._free()
+        if version is None or version == self._version:
+            self._version = None
+            self._free_unless_reading()
 
     def take(self) -> Ready:
         """Return what was read so far, and read no more."""
         with self._lock:
+            self._free_unwanted()
             self._version = None
             ready, self._ready = self._ready, {}
             return ready
 
-    def _free(self) -> None:
+    def _free_unless_reading(self) -> None:
+        if self._lock.acquire(blocking=False):
+            try:
+                self._free_unwanted()
+            finally:
+                self._lock.release()
+
+    def _free_unwanted(self) -> None:
+        """Free what was read for another placement than the wanted one. The lock is held."""
+        if self._ready_version == self._version:
+            return
         for weights in self._ready.values():
             self._relocation.spare.give_back(weights, self._model.placement.slots_per_rank)
         self._ready.clear()
 
     def _read(self, target: Placement, place: int) -> None:
+        with self._lock:
+            self._free_unwanted()
+            self._ready_version = target.version
         try:
             problem = self._read_all(target, place)
         except (CheckpointError, SafetensorError, OSError, MemoryError) as error:
@@ -79,7 +95,8 @@ class ReadAhead:
             is_wanted = self._version == target.version
             if is_wanted and problem:
                 self._version = None
-                self._free()
+            self._free_unwanted()
+        self._free_unless_reading()  # `drop` may have come while the lock was held
         if is_wanted:
             self.on_read(target.version, problem)
 

@@ -97,6 +97,47 @@ def test_a_drop_frees_what_was_read_for_that_version(checkpoint: Path) -> None:
     built.engine.close()
 
 
+def test_a_drop_does_not_wait_for_the_disk(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = half(checkpoint)
+    num_layers, read_expert = len(built.model.layers), built.model.read_expert
+    is_reading, may_read, has_dropped = threading.Event(), threading.Event(), threading.Event()
+
+    def read_slowly(*what: Any) -> None:
+        if built.read_ahead._ready:  # not the first one
+            is_reading.set()
+            assert may_read.wait(60)
+        read_expert(*what)
+
+    def drop() -> None:
+        built.read_ahead.drop(5)
+        has_dropped.set()
+
+    monkeypatch.setattr(built.model, "read_expert", read_slowly)
+    target = linear_placement(num_layers, NUM_EXPERTS, 1).with_version(5)
+    built.read_ahead.begin(target, 0)
+    assert is_reading.wait(60)
+    threading.Thread(target=drop).start()
+    returned = has_dropped.wait(5)
+    has_ended = threading.Event()
+    built.relocation.later(has_ended.set)
+    may_read.set()
+    assert returned and has_ended.wait(60)
+    assert built.read_ahead._ready == {}, "the mover frees what a drop could not"
+    assert built.read_ahead.take() == {} and built.relocation.spare.num_free <= 4
+    assert read(built, 6) == (6, "") and len(built.read_ahead.take()) == num_layers * len(MISSING)
+    built.engine.close()
+
+
+def test_what_was_read_for_a_dropped_version_is_not_taken(checkpoint: Path) -> None:
+    built = half(checkpoint)
+    assert read(built) == (5, "")
+    with built.read_ahead._lock:  # as while the mover ends
+        built.read_ahead.drop(5)
+        built.read_ahead._version = 6  # as if another one were wanted already
+    assert built.read_ahead.take() == {}
+    built.engine.close()
+
+
 @pytest.mark.slow
 def test_too_little_memory_and_a_broken_checkpoint_are_reported(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
