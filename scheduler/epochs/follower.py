@@ -56,6 +56,7 @@ from scheduler.weights.updates import RankWeights
 
 ADAPTERS_TIMEOUT_S = 60.0  # for reading the adapters that the others have
 MOST_OF_AVAILABLE = 0.9  # share of free memory that experts of lost ranks may take
+_NO_EPOCH = -1
 
 
 PEER_IS_GONE = (PeerLost, DispatchTimeout)  # other errors between ranks are bugs, and would recur
@@ -277,13 +278,17 @@ class EpochFollower:
     """Takes one rank through epochs. `orders` may be used from any thread; the rest only by the step loop's."""
 
     def __init__(self, regrouping: Regrouping, *, timeout_s: float) -> None:
-        """`timeout_s` bounds the wait for an order."""
+        """`timeout_s` bounds the wait for an order after an epoch or an attempt.
+
+        The first order comes when the other ranks of a resize or a new pool have started. If the front is lost or does not want
+        this rank any longer, the link ends it.
+        """
         self.orders = Orders()
         self.on_fault: OnFault = _say_nothing
         self.on_regrouped: OnRegrouped = _note_nothing
         self._regrouping, self._timeout_s = regrouping, timeout_s
         # The last epoch that ended here or could not be followed; the step at which the last one ended.
-        self._epoch, self._step = -1, 0
+        self._epoch, self._step = _NO_EPOCH, 0
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -304,15 +309,19 @@ class EpochFollower:
         """Follow orders until this rank serves in an epoch. Returns None if all ranks stop.
 
         Raises:
-            MembershipError: No order came in time.
+            MembershipError: No order came in time after an earlier epoch.
         """
-        while (order := self.orders.wait(self._epoch, self._timeout_s)) is not None:
+        while (order := self.orders.wait(self._epoch, self._wait_s)) is not None:
             self._epoch = order.epoch
             lockstep = self._try(order)
             if lockstep is not None:
                 self.on_regrouped(order.epoch)
                 return lockstep
         return None
+
+    @property
+    def _wait_s(self) -> float | None:
+        return None if self._epoch == _NO_EPOCH else self._timeout_s
 
     def close(self) -> None:
         """Leave the serving epoch, if any, and release the lasting parts. May be called twice."""

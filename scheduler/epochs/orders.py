@@ -99,8 +99,11 @@ class Orders:
     def _is_past(self, epoch: int) -> bool:
         return self._is_stopped or self.newest_epoch(epoch) > epoch
 
-    def wait(self, epoch: int, timeout_s: float) -> Order | None:
+    def wait(self, epoch: int, timeout_s: float | None) -> Order | None:
         """Wait for an order newer than `epoch`. Returns None if all ranks stop.
+
+        Args:
+            timeout_s: Time limit; None: no limit.
 
         Raises:
             MembershipError: No order came in time.
