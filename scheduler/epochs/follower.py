@@ -226,8 +226,11 @@ class Regrouping:
         spare = parts.relocation.spare
         try:
             self._check_room(order, wanted, ready)
-            if parts.adapters is not None:  # the front has ordered them before it ordered the epoch
-                parts.adapters.wait_idle(ADAPTERS_TIMEOUT_S)
+            # The front has ordered them before it ordered the epoch. Without them, rows of other ranks would be wrong.
+            if parts.adapters is not None and not parts.adapters.wait_idle(ADAPTERS_TIMEOUT_S):
+                raise CannotHoldError(
+                    f"rank {parts.config.rank} could not read the adapters of the others within {ADAPTERS_TIMEOUT_S:g} s"
+                )
             parts.model.hold(wanted, self._held, spare, self._most_spare, ready)
         except (CheckpointError, SafetensorError, OSError, MemoryError, RuntimeError) as error:
             raise CannotHoldError(f"rank {parts.config.rank} could not take over experts: {error}") from error

@@ -3,7 +3,8 @@
 A thread reads an adapter, so steps continue. The step loop puts it at its place between two steps, once no request of this rank uses
 the place. Then the rank reports it. The front submits requests for a place only after every rank has reported it, and gives a
 place another adapter only after every rank has reported it empty. So a row that arrives from another rank finds its adapter here,
-although ranks do not do this at the same step.
+although ranks do not do this at the same step. The front does not wait for a rank without an epoch, which follows its orders before its
+first step.
 """
 
 import threading
@@ -61,10 +62,10 @@ class AdapterLoads:
                 self._reader = threading.Thread(target=self._read_forever, name="adapter-reader", daemon=True)
                 self._reader.start()
 
-    def wait_idle(self, timeout_s: float) -> None:
-        """Wait until the files of all orders so far have been read, for a bounded time."""
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Wait until the files of all orders so far have been read. Returns whether they have been within this time."""
         with self._changed:
-            self._changed.wait_for(lambda: not (self._orders or self._is_reading), timeout_s)
+            return self._changed.wait_for(lambda: not (self._orders or self._is_reading), timeout_s)
 
     def take(self, is_used: Callable[[int], bool]) -> None:
         """Put adapters at their places, except at those that requests of this rank still use. While no step runs."""
@@ -120,6 +121,8 @@ class AdapterLoads:
             with self._changed:
                 self._is_reading = False
                 if placed is not None:
+                    # A rank without an epoch may get many orders for a place. Only the newest counts.
+                    self._read = [each for each in self._read if each.order.place != order.place]
                     self._read.append(placed)
                 self._changed.notify_all()
             self.on_news()

@@ -6,7 +6,8 @@ in use, an adapter that has waited for PATIENCE_S stops new requests of the adap
 its open requests have ended. Adapters get places in the order in which they began to wait, so none starves.
 
 A place changes in two rounds, see `scheduler.moves.adapters`: every rank reports it empty before any gets the next adapter, and every rank
-reports that one before requests use it. A rank that attaches gets the adapters of all places before it joins the others.
+reports that one before requests use it. A rank that attaches gets the adapters of all places before it joins the others. While it waits
+for them, it follows no orders, and none waits for it: it follows them before its first step.
 
 Here adapters are known by the digest of their content. The registry has their names. Of several fronts, the leading one gives the
 places. A place that requests of the others may use becomes free in two steps: it takes no new requests, and then, when all fronts
@@ -16,7 +17,7 @@ know that and no request is left, it is emptied.
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple, Protocol
@@ -185,10 +186,15 @@ class AdapterPlaces:
     """The places, and the adapters that have them or wait for them. Runs in the front's event loop."""
 
     def __init__(
-        self, ranks: RanksWithAdapters, num_places: int, clock: Callable[[], float] = time.monotonic
+        self,
+        ranks: RanksWithAdapters,
+        num_places: int,
+        clock: Callable[[], float] = time.monotonic,
+        in_epochs: Callable[[], Collection[int]] | None = None,
     ) -> None:
-        """Begin with empty places."""
+        """Begin with empty places. `in_epochs` returns the ranks that may run steps; by default all attached ones."""
         self._ranks, self._clock = ranks, clock
+        self._in_epochs = in_epochs or (lambda: ranks.attached)
         self._places = [_Place(index) for index in range(num_places)]
         self._contents: dict[str, _Content] = {}
         self._checks: dict[int, _Check] = {}  # by the order's number
@@ -393,14 +399,21 @@ class AdapterPlaces:
                 place.pending.discard(rank)
                 self._end_round(place)
 
+    def note_met(self) -> None:
+        """Stop waiting for ranks that have left an epoch. To be called when the others have met."""
+        for place in self._places:
+            self._end_round(place)
+
     def _note_checked(self, check: _Check, rank: int) -> None:
         check.pending.discard(rank)
         if not check.pending and not check.done.done():
             check.done.set_result(None)
 
     def _end_round(self, place: _Place) -> None:
-        """Go on if every rank has reported."""
-        if place.pending or place.state not in (PlaceState.LOADING, PlaceState.EMPTYING):
+        """Go on if every rank that may run steps has reported."""
+        if place.state not in (PlaceState.LOADING, PlaceState.EMPTYING):
+            return
+        if not place.pending.isdisjoint(self._in_epochs()):
             return
         content = place.content
         if place.state is PlaceState.EMPTYING:

@@ -8,7 +8,7 @@ import json
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -87,6 +87,7 @@ class Adapters(KnownAdapters):
         kept: Path | None = None,
         events: EventLog | None = None,
         clock: Callable[[], float] = time.monotonic,
+        in_epochs: Callable[[], Collection[int]] | None = None,
     ) -> None:
         """Begin without adapters.
 
@@ -96,13 +97,14 @@ class Adapters(KnownAdapters):
             base_names: Names of the base model, which no adapter may have.
             modules: Modules that adapters may change, as in `read_adapter`.
             kept: File for the registered names, from which a restarted front continues. None keeps none.
+            in_epochs: As for `AdapterPlaces`.
         """
         super().__init__(is_enabled=num_places > 0)
         self._max_rank, self._modules, self._base_names = max_rank, modules, base_names
         self._kept, self._events = kept, events or EventLog()
         self._why_starting: str | None = None
         self._coming: dict[str, _Kept] = {}  # names of the start that are not registered yet
-        self.places = AdapterPlaces(ranks, num_places, clock)
+        self.places = AdapterPlaces(ranks, num_places, clock, in_epochs)
         self._clock = clock
         self.places.on_broken = self._remove_broken
         self.on_broken: Callable[[], None] = lambda: None  # ranks may have cached wrong prefixes

@@ -139,6 +139,13 @@ class Epochs:
         return frozenset(self._released)
 
     @property
+    def in_epoch(self) -> frozenset[int]:
+        """Ranks that may run steps without a further order, or with the steps of which this order ends an epoch."""
+        if self.phase is Phase.STARTING:  # they meet without an order, or return to a restarted front
+            return frozenset(self.ranks)
+        return frozenset((*self.members, *self._leaving))
+
+    @property
     def absent(self) -> list[int]:
         """Ranks that are not attached."""
         return [rank for rank in self.ranks if rank not in self._attached]

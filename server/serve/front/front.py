@@ -277,6 +277,8 @@ class Front:
                     service.requests.deliver(rank, outputs)
             case Heartbeat() | LoadReport() | ExpertMap() | PlacementUpdate() | Regrouped() | Fault():
                 self._pools[rank].receive(rank, message)
+                if isinstance(message, Regrouped):
+                    service.adapters.places.note_met()
             case ExpertsRead(version, problem):
                 service.resize.take_read(rank, version, problem)
             case MemorySwitched(number):

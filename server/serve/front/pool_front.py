@@ -283,6 +283,10 @@ class PoolFronts:
             return None
         return tuple(rank for epochs in pools for rank in epochs.members)
 
+    def in_epochs(self) -> frozenset[int]:
+        """Return the ranks that may run steps without a further order."""
+        return frozenset().union(*(epochs.in_epoch for epochs in self.memberships.values()))
+
     def epochs(self) -> tuple[int, ...]:
         """Return the number of each pool's epoch."""
         return tuple(epochs.number for epochs in self.memberships.values())

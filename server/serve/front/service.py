@@ -112,6 +112,7 @@ class FrontService:
             base_names=options.served_model_names,
             kept=kept / "adapters.json" if engine.enable_lora else None,
             events=self.events,
+            in_epochs=self.pools.in_epochs,
         )
         self.followed_adapters = (
             None

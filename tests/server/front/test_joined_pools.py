@@ -14,6 +14,7 @@ from server.front.members.nodes import JoinedPools
 from server.link.messages import Claim, Claimed, PoolClaim
 from server.link.rank_link import LinkError, claim
 from server.options.pools import Pool, Role
+from tests.server.front.adapters.test_adapters import write
 from tests.server.front.test_front_recovery import BODIES, ask, metric, present, status
 from tests.support.service.front_process import TIMEOUT_S, FrontProcess
 from tests.support.service.service_processes import wait_until
@@ -98,6 +99,25 @@ def test_a_pool_serves_once_all_of_its_ranks_have_joined(front: FrontProcess) ->
     assert front.get("/experts/load", params={"pool": "decode"}).status_code == 200
     assert front.get("/server_info").json()["dp_size"] == 3
     assert "pool decode (decode, ranks 1 to 2) joins the service" in str(status(front)["events"])
+
+
+def test_adapters_get_places_while_a_rank_waits_for_the_others_of_its_pool(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    flags = ("--pool=first", "--enable-lora", "--max-loras=1")
+    front = FrontProcess(model_dir, "--served-model-name=m", *flags, num_ranks=1)
+    front.attach_all()
+    front.ranks[0].begin(linear_placement(2, 4, 1))
+    for name in ("a", "b"):
+        adapter = {"lora_name": name, "lora_path": write(tmp_path / name, alpha=ord(name))}
+        assert front.post("/v1/load_lora_adapter", json=adapter).status_code == 200
+    attach(front, wanted(front, "run", 0))
+    present(front, 1).delays_adapters = True
+    for name in ("a", "b"):
+        assert front.post(
+            "/v1/completions", json={"model": name, "prompt": "f-say", "max_tokens": 2}
+        ).is_success
+    assert front.close()[0] == 0
 
 
 @pytest.mark.slow

@@ -51,12 +51,13 @@ class FakeRanks:
         self.attached: dict[int, None] = dict.fromkeys(ranks or (0, 1))
         self.adapters: Adapters
         self.follows = True
+        self.silent = set[int]()  # ranks that follow no orders
         self.refuses: Callable[[int, AdapterOrder], str] = lambda _rank, _order: ""
         self.orders: list[tuple[int, AdapterOrder]] = []
 
     def post(self, rank: int, message: Any) -> None:
         self.orders.append((rank, message))
-        if self.follows and (message.directory or message.place >= 0):
+        if self.follows and rank not in self.silent and (message.directory or message.place >= 0):
             asyncio.get_running_loop().call_soon(self.follow, rank, message)
 
     def post_all(self, message: Any) -> None:
@@ -468,6 +469,28 @@ async def test_a_lost_rank_is_not_waited_for(tmp_path: Path) -> None:
     assert service.admit(digest, "1") is None
     await service.settle()
     assert [rank for rank, order in service.ranks.orders if order.place == 0] == [0]
+
+
+@in_loop
+async def test_places_change_while_a_rank_waits_for_an_epoch(tmp_path: Path) -> None:
+    in_epochs = {0, 1}
+    service = Service(tmp_path, num_places=1, in_epochs=lambda: in_epochs)
+    a, b = await service.load("a", "b")
+    service.ranks.attached[4] = None
+    service.adapters.places.note_rank(4)
+    service.ranks.silent.add(4)
+    assert await service.admitted(a, "1") == 0
+    service.adapters.places.release(a, "1")
+    assert await service.admitted(b, "2") == 0
+    got = [order.digest for rank, order in service.ranks.orders if rank == 4 and order.place == 0]
+    assert got == [a, a, b], "it follows all orders before its first step"
+    service.adapters.places.release(b, "2")
+    in_epochs.add(4)
+    assert await service.admitted(a, "3") is None, "a rank that runs steps is waited for"
+    in_epochs.remove(4)
+    service.adapters.places.note_met()
+    await service.settle()
+    assert service.admit(a, "3") == 0, "a rank that a resize has let go is not"
 
 
 @in_loop

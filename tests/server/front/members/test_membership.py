@@ -44,8 +44,9 @@ def test_a_service_begins_when_all_ranks_have_attached() -> None:
     epochs = Epochs(2, recovery_timeout_s=RECOVERY_S)
     epochs.attach(1, 0.0)
     assert (epochs.phase, epochs.members, epochs.absent) == (Phase.STARTING, (), [0])
+    assert epochs.in_epoch == {0, 1}, "they meet without an order"
     epochs.attach(0, 0.0)
-    assert epochs.is_whole and epochs.settled == {0, 1}
+    assert epochs.is_whole and epochs.settled == {0, 1} == epochs.in_epoch
 
 
 def test_a_pool_has_the_numbers_of_its_ranks_in_the_service() -> None:
@@ -62,13 +63,13 @@ def test_a_pool_that_joins_waits_for_all_of_its_ranks_without_a_time_limit() -> 
     epochs = Epochs(2, recovery_timeout_s=RECOVERY_S, first_rank=3)
     epochs.gather(5.0)
     assert (epochs.phase, epochs.next_due_s(), list(epochs.missing)) == (Phase.WAITING, None, [3, 4])
-    assert epochs.attach(3, 6.0) == NOTHING
+    assert epochs.attach(3, 6.0) == NOTHING and not epochs.in_epoch
     assert epochs.lose(3, "killed", 7.0) == NOTHING, "nothing has failed: it has not served"
     assert epochs.missing[3].reason == "killed" and epochs.next_due_s() is None
     assert epochs.attach(4, 8.0) == NOTHING
     assert epochs.take_fault(4, 0, "stuck", is_final=True, now_s=9.0) == NOTHING
     assert epochs.attach(3, 2e6) == Effects(order=Epoch(1, (3, 4)))
-    assert not epochs.missing and not epochs.is_resuming
+    assert not epochs.missing and not epochs.is_resuming and epochs.in_epoch == {3, 4}
     meet(epochs)
     assert epochs.is_whole and epochs.settled == {3, 4}
     assert epochs.lose(4, "killed", 3e6) == Effects(order=Epoch(2, (3,))), "from now on like any pool"

@@ -15,6 +15,7 @@ def grown(epochs: Epochs, num_ranks: int) -> Epochs:
     for rank in new:
         assert epochs.attach(rank, 0.0) == NOTHING
     assert epochs.came == {*new} and epochs.is_whole, "nothing has changed for the others"
+    assert epochs.in_epoch == {*epochs.ranks}
     assert epochs.resize(num_ranks, 0.0) == Effects(order=Epoch(1, tuple(range(num_ranks))))
     return epochs
 
@@ -31,9 +32,10 @@ def test_the_last_ranks_leave_in_one_epoch_and_their_ends_are_no_losses() -> Non
     epochs = serving(4)
     assert epochs.resize(2, 0.0) == Effects(order=Epoch(1, (0, 1), (2, 3)))
     assert epochs.settled == {0, 1}, "requests leave them"
+    assert epochs.in_epoch == {0, 1, 2, 3}, "their last steps may still run"
     assert epochs.lose(3, "killed", 0.0) == NOTHING
     meet(epochs)
-    assert epochs.is_whole and epochs.num_ranks == 2
+    assert epochs.is_whole and epochs.num_ranks == 2 and epochs.in_epoch == {0, 1}
     assert epochs.lose(2, "stopped", 0.0) == NOTHING
     assert epochs.is_whole and epochs.missing == {} and sum(epochs.num_losses.values()) == 0
 
