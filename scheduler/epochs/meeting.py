@@ -6,7 +6,8 @@ when a newer order comes. A connection to it cannot be interrupted, so its timeo
 A newer order or a member's timeout may reach some members before they saw that all are there, and others after. So the
 first member to decide writes to the store whether this epoch meets, and all follow that entry. Otherwise those that
 entered would wait for the full timeout.
-Epochs cannot interfere: every key in the store contains the epoch.
+Epochs cannot interfere: every key in the store contains the epoch, and the store has the newest one. The store outlives a front and
+engines that are killed together; the next front continues from that number.
 """
 
 import threading
@@ -24,6 +25,7 @@ ARRIVAL_TIMEOUT_S = 29.5  # just before the front drops members that did not arr
 CONNECT_TIMEOUT_S = 5.0
 PART_S = 0.5
 _MEETS, _IS_OVER = "meets", "is over"  # the entry for an epoch, written once
+_NEWEST = "newest_epoch"
 _POLL_S = 0.02  # a wait in the store itself could not be interrupted, and logs errors
 _SOON_S = 0.002  # interval of checks for an address, which usually comes at once
 
@@ -115,6 +117,7 @@ def meet(
     """
     if len(members) == 1:
         return
+    _note_newest(store, epoch)
     own = PrefixStore(f"epoch/{epoch}", store)
     _await_all(own, epoch, members, rank, is_over, clock)
     try:
@@ -129,6 +132,11 @@ def meet(
         raise WireUnavailable(
             f"rank {rank} could not meet ranks {list(members)} in epoch {epoch}: {error}"
         ) from error
+
+
+def newest_epoch(store: Store) -> int:
+    """Return the newest epoch of which the job's store has entries, 0 if there was none."""
+    return int(store.get(_NEWEST)) if store.check([_NEWEST]) else 0
 
 
 def part() -> None:
@@ -146,6 +154,14 @@ def part() -> None:
     # Groups are named by a counter, which failed groups have raised too. Members with a different count would wait for
     # the next group under different names.
     distributed_c10d._world.group_count = 0
+
+
+def _note_newest(store: Store, epoch: int) -> None:
+    """Write the number of an epoch, unless a member of a newer one was faster."""
+    known = ""
+    while int(found := store.compare_set(_NEWEST, known, str(epoch)).decode()) < epoch:
+        # An unchanged value means that the entry was lost with a store.
+        known = found if found != known else ""
 
 
 def _await_all(

@@ -98,7 +98,7 @@ class RankFacts:
     device: str  # as in `EngineConfig`
     num_restarts: int = 0  # of this rank's engine; 0 if it started with the service
     served: Served | None = None  # None on the first attachment of this engine
-    # Of a restarted engine: its placement, which a front uses if it knows no other one. None at the start.
+    # Of a restarted engine: its placement and its pool's newest epoch, which a front uses if it knows no others. None at the start.
     loaded: Served | None = None
     # Seconds that it must live to be restarted after its death; 0 if it is restarted in any case.
     restartable_in_s: float = 0.0

@@ -123,7 +123,7 @@ class Leader:
         self._entered = set()
 
     def attach(self, rank: int, *, epoch: int = 0) -> None:
-        """Attach a rank that is ready; `epoch` is the newest one that it was ordered to."""
+        """Attach a rank that is ready; `epoch` is as for `Epochs.attach`."""
         if (
             rank in self.epochs.ranks
             and self.epochs.phase is not Phase.STARTING

@@ -233,7 +233,7 @@ class Epochs:
         """Attach a rank that is ready to serve.
 
         Args:
-            epoch: The newest epoch that it was ordered to, by this front or an earlier one.
+            epoch: The newest epoch that it was ordered to, or that its pool had before it started.
         """
         if rank in self._coming:
             self._came.add(rank)

@@ -121,7 +121,7 @@ class Front:
         self._is_closing = False  # open requests have ended; responses may still be in flight
         for each in service.pools if service.leads else ():
             each.lead(service.requests, self._fail_pool)
-        service.weights.on_ready = lambda rank: self._pools[rank].leader.attach(rank)
+        service.weights.on_ready = lambda rank: self._join(ranks.attached[rank].facts)
         service.on_size = self._on_size
         service.announced = lambda: self._nodes.announced
         if service.following is not None:
@@ -371,7 +371,12 @@ class Front:
             self._service.sleep_mode.note_rank(facts.rank, facts.memory)
             self._service.adapters.places.note_rank(facts.rank)
             if self._service.weights.may_join(facts):
-                pool.leader.attach(facts.rank, epoch=facts.served.epoch if facts.served else 0)
+                self._join(facts)
+
+    def _join(self, facts: RankFacts) -> None:
+        """Let a rank meet the others of its pool."""
+        epochs = [known.epoch for known in (facts.served, facts.loaded) if known is not None]
+        self._pools[facts.rank].leader.attach(facts.rank, epoch=max(epochs, default=0))
 
     def _lose(self, rank: int, reason: str) -> None:
         """Hand a lost rank's requests to the other ranks. While the service is ending, only log the loss."""

@@ -34,6 +34,7 @@ from moe.load.checkpoint import CheckpointError
 from moe.load.loader import EXPERTS, WEIGHTS
 from scheduler.assembly import Assembled, assemble
 from scheduler.epochs.heartbeat import Heartbeat
+from scheduler.epochs.meeting import newest_epoch
 from scheduler.epochs.orders import by_rank
 from scheduler.policy.config import ConfigError, EngineConfig
 from scheduler.policy.limits import SchedulerLimitsError
@@ -174,12 +175,13 @@ def _serve(options: Options, place: Place, environment: Mapping[str, str]) -> No
     config = engine_config(options, in_pool)
     if config.memory_bytes is None:
         supervisor.send(CacheBytes(config.kv_cache_bytes))
+    meetings = PrefixStore(f"{prefix}/membership", jobs.open())
     built = assemble(
         config,
         jobs.open_doorbell(f"{prefix}/doorbell"),
         loading,
         lambda: _load_vocabulary(options.model),
-        store=PrefixStore(f"{prefix}/membership", jobs.open()),
+        store=meetings,
         host_store=PrefixStore("host", store),
         is_joining=num_restarts > 0,
         placement=home,
@@ -202,6 +204,7 @@ def _serve(options: Options, place: Place, environment: Mapping[str, str]) -> No
             num_ranks=place.world_size,
             cluster_key=key,
             standby=None if standby is None else StandbyFront(standby, jobs.move),
+            newest_epoch=newest_epoch(meetings) if num_restarts else 0,
         )
         _walk(built, config, front, supervisor, stream, num_restarts)
     finally:

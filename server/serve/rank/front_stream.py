@@ -87,6 +87,7 @@ class FrontStream:
         num_ranks: int,
         cluster_key: bytes | None = None,
         standby: StandbyFront | None = None,
+        newest_epoch: int = 0,
         leads: bool = True,
     ) -> None:
         """Prepare the link; `link.open` attaches.
@@ -96,6 +97,7 @@ class FrontStream:
             pool: This rank's pool. `num_ranks`: Number of ranks of all pools.
             environment: The environment from the supervisor, with the number of restarts.
             standby: The front that takes over if the node of this one is lost.
+            newest_epoch: Of the pool, before this engine was restarted.
             leads: Whether this front orders epochs and memory. Of several fronts, one does.
         """
         self._built, self._config, self._front, self._cluster_key = built, config, front, cluster_key
@@ -124,7 +126,7 @@ class FrontStream:
             kv_generation=built.engine.kv_generation,
         )
         if self._facts.num_restarts:
-            loaded = self._served()._replace(home=built.relocation.placement)
+            loaded = self._served()._replace(epoch=newest_epoch, home=built.relocation.placement)
             self._facts = replace(self._facts, loaded=loaded)
         self.link = self._make_link(self._facts)
         if leads:

@@ -272,6 +272,24 @@ def test_a_killed_front_is_back_soon_and_its_ranks_serve_on(pair: RealService) -
     assert [each.said for each in stream_all(pair.url, bodies())] == expected
 
 
+def test_a_front_and_all_engines_die_at_once_after_earlier_epochs_and_are_back_soon(
+    pair: RealService,
+) -> None:
+    expected = [each.said for each in stream_all(pair.url, bodies())]
+    before = pair.find("front")
+    os.kill(before, signal.SIGKILL)  # the ranks meet again
+    wait_until(lambda: has_members(pair, [0, 1]), pair.output, within_s=START_S)
+    epoch, front = pair.status()["epoch"], pair.find("front")
+    for pid in (front, *pair.engines().values()):
+        os.kill(pid, signal.SIGKILL)
+    killed_s = time.monotonic()
+    wait_until(lambda: has_members(pair, [0, 1]), pair.output, within_s=START_S)
+    assert time.monotonic() - killed_s < 30
+    now = pair.status()
+    assert now["epoch"] > epoch and "stopped" not in [each["kind"] for each in now["events"]]
+    assert [each.said for each in stream_all(pair.url, bodies())] == expected
+
+
 def test_a_killed_supervisor_is_started_again_and_the_others_serve_on(pair: RealService) -> None:
     expected = [each.said for each in stream_all(pair.url, bodies())]
     first = pair.engines()

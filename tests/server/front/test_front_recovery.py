@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from dispatch.ports import free_port
 from expert_placement.placement import linear_placement
 from scheduler.epochs.heartbeat import Heartbeat
 from server.link.messages import Fault
+from server.serve.child_messages import FrontAddresses, announcement
 from tests.support.service.fake_rank import FakeRank
 from tests.support.service.front_process import TIMEOUT_S, FrontProcess
 from tests.support.service.service_processes import wait_until
@@ -224,3 +226,15 @@ def test_a_rank_whose_step_is_stuck_is_given_up_on_the_word_of_another(front: Fr
 def test_the_front_says_what_happened(front: FrontProcess) -> None:
     assert "wideep front: rank 1 is lost: its connection" in front.said
     assert "wideep front: rank 1 is back" in front.said
+
+
+def test_a_front_that_was_killed_with_all_engines_orders_an_epoch_that_no_rank_has_met_in(
+    model_dir: Path,
+) -> None:
+    killed = announcement([FrontAddresses("", f"127.0.0.1:{free_port()}", "t")])
+    front = FrontProcess(model_dir, environment={"WIDEEP_FRONT": killed})
+    for rank, newest in ((0, 7), (1, 6)):
+        front.attach(rank, num_restarts=1, loaded=HOME, newest_epoch=newest)
+    present(front, 1).wait_for(lambda rank: bool(rank.orders))
+    assert [present(front, rank).orders[-1][:2] for rank in (0, 1)] == [(8, (0, 1))] * 2
+    assert front.close()[0] == 0

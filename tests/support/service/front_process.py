@@ -98,6 +98,7 @@ class FrontProcess:
         num_restarts: int = 0,
         world_size: int | None = None,
         loaded: Placement | None = None,
+        newest_epoch: int = 0,
         served: Served | None = None,
         kv_generation: int = 0,
     ) -> FakeRank:
@@ -105,7 +106,7 @@ class FrontProcess:
 
         Args:
             world_size: Number of ranks that it knows; that of the start by default.
-            loaded: The placement of a rank that joins.
+            loaded: The placement of a rank that joins. `newest_epoch`: of its pool before.
             served: The state for a front that replaces another.
             kv_generation: That of the records in its tiers.
         """
@@ -117,7 +118,9 @@ class FrontProcess:
             decode=self.decode,
             max_model_len=self._max_len,
             num_restarts=num_restarts,
-            loaded=None if loaded is None else Served(0, 0, loaded, EXPERT_BYTES, experts_of(loaded)),
+            loaded=None
+            if loaded is None
+            else Served(newest_epoch, 0, loaded, EXPERT_BYTES, experts_of(loaded)),
             **self._how,
         )
         fake.scripts.update(self._scripts)

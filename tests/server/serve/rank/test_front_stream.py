@@ -87,7 +87,7 @@ def stream(monkeypatch: pytest.MonkeyPatch) -> FrontStream:
     built.relocation.placement, built.model.layers = HOME, [None]
     environment = {"WIDEEP_RESTARTS": "1", "WIDEEP_RESTARTABLE_IN_S": "4.5"}
     config = EngineConfig(directory=Path(), kv_cache_bytes=1, rank=2, world_size=3)
-    return FrontStream(built, config, FRONT, environment, pool=single_pool(3)[0], num_ranks=3)
+    return FrontStream(built, config, FRONT, environment, pool=single_pool(3)[0], num_ranks=3, newest_epoch=4)
 
 
 def submit(name: str) -> Submit:
@@ -122,6 +122,7 @@ def test_a_rank_comes_back_to_a_front_that_was_killed_with_what_it_has_to_know(s
     served = Link.facts[-1].served
     assert served is not None and (served.epoch, served.version, served.home) == (6, 7, HOME)
     assert Link.facts[0].served is None
+    assert Link.facts[0].loaded is not None and Link.facts[0].loaded.epoch == 4, "of earlier engines"
 
 
 def test_what_ends_of_a_broken_link_is_not_taken_for_the_same_requests_that_the_front_gave_anew(
