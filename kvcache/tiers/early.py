@@ -102,7 +102,11 @@ class EarlySaves:
         if begun.save.index != save.index:
             self._store.cancel(copied.place)
             return False
-        copied.add(num_parts, self._copy(save.index, copied, num_parts))
+        try:
+            copied.add(num_parts, self._copy(save.index, copied, num_parts))
+        except BaseException:
+            self._store.cancel(copied.place)
+            raise
         self._store.complete(copied.place, save.key, copied.checksum)
         return True
 

@@ -17,9 +17,9 @@ class TierFigures(NamedTuple):
     disk_load_s: float = 0.0
     host_store_bytes: int = 0
     disk_store_bytes: int = 0
-    store_s: float = 0.0  # time of the thread that stores
-    host_store_s: float = 0.0  # of that, the time of writes to the tier
-    disk_store_s: float = 0.0
+    store_s: float = 0.0  # time of the thread that saves blocks
+    host_store_s: float = 0.0  # time of writes to the tier
+    disk_store_s: float = 0.0  # of another thread, if there is host memory, too
     num_lookups: int = 0  # requests that looked for more of their prefix than the device had
     peer_fetch_bytes: int = 0  # received from other nodes
     peer_read_bytes: int = 0  # of these, read with NIXL

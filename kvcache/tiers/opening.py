@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from kvcache.tiers.records import RecordLayout, RecordStore, StoreError
-from kvcache.tiers.tiers import Tier
+from kvcache.tiers.tier import Tier
 
 
 class Kinds(NamedTuple):

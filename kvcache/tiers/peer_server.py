@@ -28,7 +28,7 @@ from kvcache.tiers.frames import (
 )
 from kvcache.tiers.records import ReadResult, RecordStore
 from kvcache.tiers.remote_memory import RegisteredStores
-from kvcache.tiers.tiers import Tier
+from kvcache.tiers.tier import Tier
 from kvcache.unit import sum_of_bytes
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,8 @@ from kvcache.tiers.peer_link import PeerLink, PeerSide
 from kvcache.tiers.peer_server import PeerServer
 from kvcache.tiers.records import RecordLayout
 from kvcache.tiers.remote_memory import NixlAgent, RegisteredStores
-from kvcache.tiers.tiers import Tier, Tiers
+from kvcache.tiers.tier import Tier
+from kvcache.tiers.tiers import Tiers
 
 MOST_LINKS = 64  # connections to peers; the one that was used the longest time ago is closed
 

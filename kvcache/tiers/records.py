@@ -182,11 +182,15 @@ class RecordStore:
         """The generation of the records: a number that grows when they are forgotten."""
         return int(_NUMBER.unpack(os.pread(self._fd, _NUMBER.size, _GENERATION_AT))[0])
 
-    def advance_to(self, generation: int) -> None:
-        """Set the generation, unless the file has a newer one."""
-        with self._writing, self._locked(0, _HEADER_BYTES, waits=True):
-            if generation > self.generation:
+    def advance_to(self, generation: int) -> bool:
+        """Set the generation, unless the file has a newer one. Returns False if another process holds the file's lock.
+
+        It waits for a record that another thread writes.
+        """
+        with self._writing, self._locked(0, _HEADER_BYTES, waits=False) as is_locked:
+            if is_locked and generation > self.generation:
                 os.pwrite(self._fd, _NUMBER.pack(generation), _GENERATION_AT)
+            return is_locked
 
     def count(self) -> int:
         """Count the records. Reads all entries."""
@@ -203,11 +207,14 @@ class RecordStore:
         if (found := self._find(key)) is not None:
             self._note_read(found[0], 1)
 
-    def read(self, key: bytes, buffers: Sequence[memoryview], take: Callable[[], int]) -> ReadResult:
+    def read(
+        self, key: bytes, buffers: Sequence[memoryview], take: Callable[[], int], *, is_use: bool = True
+    ) -> ReadResult:
         """Read a record into buffers.
 
         Args:
             take: Called when the buffers are full. Returns the checksum of what they held.
+            is_use: Whether the record stays longer in the file because of it.
 
         Raises:
             OSError: The file cannot be read.
@@ -221,7 +228,8 @@ class RecordStore:
             place, checksum = found
             self._transfer(os.preadv, buffers, place)
             if take() == checksum:
-                self._note_read(place, 1)
+                if is_use:
+                    self._note_read(place, 1)
                 return ReadResult.WHOLE
         if place in self._open:  # replaced meanwhile; its lock is held
             return ReadResult.MISS

@@ -3,7 +3,8 @@
 A block is copied when it is full, long before it is evicted, so a step never waits for a copy, and a killed rank leaves what
 it had computed. Blocks that another rank waits for are copied while their step still runs (`kvcache.tiers.early`). All copies
 happen in threads: one loads, one saves, and one loads blocks as another rank saves them. The step loop gives them jobs and takes
-them back when they are done (`scheduler.policy.tier_tables`); until then the job's blocks belong to the thread.
+them back when they are done (`scheduler.policy.tier_tables`); until then the job's blocks belong to the thread. A block is saved to
+the fastest tier only, and copied from there to the disk (`kvcache.tiers.disk_copies`).
 
 A tier can only save time. A record that its checksum does not confirm is computed again. If a tier's file fails (a full or
 read-only disk), the tier is left out from then on, with one message, and the service goes on.
@@ -20,32 +21,19 @@ from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 from typing import Any, NamedTuple, Protocol
 
+from kvcache.tiers.disk_copies import DiskCopies
 from kvcache.tiers.early import EarlyLoads, EarlySaves, WrittenLayers
 from kvcache.tiers.figures import TierFigures
 from kvcache.tiers.jobs import EarlySave, FetchJob, LoadJob, PeerAddress, SaveJob
-from kvcache.tiers.records import SECRET_BYTES, ReadResult, RecordStore
+from kvcache.tiers.records import SECRET_BYTES, ReadResult
+from kvcache.tiers.tier import Tier
 from kvcache.unit import CacheUnit, Unit
 
 log = logging.getLogger(__name__)
 COUNT_EVERY_S = 5.0  # how often the records of the tiers are counted
 _FOLLOW_S = 0.002  # between two looks for what another rank is saving, or for the layers of a running step
 
-_Job = SaveJob | EarlySave | LoadJob | None  # None ends a thread
-
-
-class Tier(NamedTuple):
-    """Host memory or a disk."""
-
-    name: str  # "host" or "disk"
-    blocks: RecordStore
-    states: RecordStore | None = None  # None if the model keeps no states
-
-    def store(self, *, is_state: bool) -> RecordStore:
-        """Return the store of a kind of record."""
-        if not is_state:
-            return self.blocks
-        assert self.states is not None, "the model keeps no states"
-        return self.states
+_Job = SaveJob | EarlySave | LoadJob | int | None  # an int is a generation to write; None ends a thread
 
 
 class Units(NamedTuple):
@@ -102,9 +90,9 @@ class Tiers:
         self.peers: FetchesPrefixes | None = None
         self.prompt_token_s = 0.0  # time that a prompt's token adds to a step; 0 until it is measured
         self._done: deque[SaveJob | LoadJob | FetchJob] = deque()
-        self._lock = Lock()  # of the figures and of `_unbegun`
+        self._lock = Lock()  # of the figures, of `_unbegun` and of changes of `_tiers`
         self._figures = TierFigures()
-        self._counted_s = float("-inf")
+        self._counted_s: dict[str, float] = {}  # by tier
         self._jobs: list[SimpleQueue[_Job]] = [SimpleQueue(), SimpleQueue()]
         self._threads = [
             Thread(target=self._work, args=(jobs, make_units, enter_thread), name=name, daemon=True)
@@ -116,6 +104,11 @@ class Tiers:
         self._follower = Thread(  # only ranks that expect requests need it
             target=self._follow, args=(make_units, enter_thread), name="kv-follow", daemon=True
         )
+        self._saved_to = tiers[0]  # by the thread that saves, until it fails
+        self._disk_copies: DiskCopies | None = None
+        if len(tiers) > 1:
+            self._disk_copies = DiskCopies(tiers[0], tiers[1], self, lambda tier: tier in self._tiers)
+            self._threads.append(self._disk_copies.thread)
         for thread in self._threads:
             thread.start()
 
@@ -137,7 +130,7 @@ class Tiers:
     def has(self, key: bytes, *, is_state: bool = False) -> bool:
         """Whether some tier has a record. It may be gone when it is read."""
         for tier in list(self._tiers):
-            with self._without_failures_of(tier):
+            with self.without_failures_of(tier):
                 if tier.store(is_state=is_state).has(key):
                     return True
         return False
@@ -212,7 +205,7 @@ class Tiers:
     def keep(self, key: bytes, record: memoryview, checksum: int, *, is_state: bool = False) -> bool:
         """Write a fetched record with a right checksum to host memory. Returns False if that tier has failed."""
         for tier in [each for each in self._tiers if each.name == "host"]:
-            with self._without_failures_of(tier):
+            with self.without_failures_of(tier):
                 tier.store(is_state=is_state).write(key, [record], checksum)
                 return True
         return False
@@ -237,9 +230,10 @@ class Tiers:
         """
         self._generation = max(self._generation, generation)
         self._ordered_generation = max(self._ordered_generation, generation)
-        for tier in list(self._tiers):
-            with self._without_failures_of(tier):
-                tier.blocks.advance_to(self._generation)
+        # In threads, because a file may be slow. A tier that has failed forgets, too: the next start uses its file again.
+        self._jobs[1].put(self._generation)
+        if self._disk_copies is not None:
+            self._disk_copies.advance_to(self._generation)
 
     def note(self, **counts: float) -> None:
         """Add to counters of `TierFigures`."""
@@ -260,6 +254,8 @@ class Tiers:
             self.peers.close()
         for jobs in self._jobs:
             jobs.put(None)
+        if self._disk_copies is not None:
+            self._disk_copies.close()
         self._following.put(None)
         for thread in self._threads:
             thread.join(timeout=5)
@@ -270,22 +266,28 @@ class Tiers:
         make_units: Callable[[], Units],
         enter_thread: Callable[[], None],
     ) -> None:
-        enter_thread()
-        units = make_units()
+        units = _units(make_units, enter_thread)
         early = self._early_saves(units) if jobs is self._jobs[1] else None
         while (job := self._next_job(jobs, early)) is not None:
+            if isinstance(job, int):
+                if not self._saved_to.advance_to(job):
+                    jobs.put(job)
+                continue
             if isinstance(job, SaveJob) or self._begin(job):
                 self._do(job, units, early)
             if jobs.empty():
-                self._count_records()
+                for tier in self._tiers[:1] if jobs is self._jobs[1] else list(self._tiers):
+                    self.count_records(tier)
                 self.on_idle()
         if early is not None:
             self._do_early(early.close)
 
-    def _do(self, job: SaveJob | LoadJob, units: Units, early: EarlySaves | None) -> None:
+    def _do(self, job: SaveJob | LoadJob, units: Units | None, early: EarlySaves | None) -> None:
         begun_s = time.perf_counter()
         try:
-            if isinstance(job, LoadJob):
+            if units is None:
+                pass
+            elif isinstance(job, LoadJob):
                 self._load(job, units)
             else:
                 self._save(job, units, early)
@@ -295,12 +297,16 @@ class Tiers:
         self.note(**{"load_s" if isinstance(job, LoadJob) else "store_s": seconds})
         self._done.append(job)
 
-    def _early_saves(self, units: Units) -> EarlySaves | None:
-        if self._layers is None or self._host is None or not isinstance(units.blocks, CacheUnit):
+    def _early_saves(self, units: Units | None) -> EarlySaves | None:
+        if self._layers is None or self._host is None:
+            return None
+        if units is None or not isinstance(units.blocks, CacheUnit):
             return None
         return EarlySaves(units.blocks, self._layers, self._host.blocks)
 
-    def _next_job(self, jobs: "SimpleQueue[_Job]", early: EarlySaves | None) -> SaveJob | LoadJob | None:
+    def _next_job(
+        self, jobs: "SimpleQueue[_Job]", early: EarlySaves | None
+    ) -> SaveJob | LoadJob | int | None:
         """Return the next job. Until there is one, copy the layers that a running step has written."""
         while True:
             if early is not None:
@@ -321,7 +327,7 @@ class Tiers:
         """Call a method of `EarlySaves`, and return its result. False after an error: then the blocks are saved after their step."""
         assert self._host is not None, "blocks are copied early to host memory only"
         try:
-            with self._without_failures_of(self._host):
+            with self.without_failures_of(self._host):
                 return bool(copy())
         except Exception:  # the thread goes on, as in `_work`
             log.exception("A KV block was not copied while it was computed. It is copied later")
@@ -329,10 +335,9 @@ class Tiers:
 
     def _follow(self, make_units: Callable[[], Units], enter_thread: Callable[[], None]) -> None:
         """Load blocks as other ranks save them."""
-        enter_thread()
-        units = make_units()
+        units = _units(make_units, enter_thread)
         early = None
-        if self._host is not None and isinstance(units.blocks, CacheUnit):
+        if self._host is not None and units is not None and isinstance(units.blocks, CacheUnit):
             early = EarlyLoads(units.blocks, self._host.blocks)
         open_jobs: list[LoadJob] = []
         while True:
@@ -343,7 +348,9 @@ class Tiers:
             is_still = True
             for job in list(open_jobs):
                 begun_s, num_before = time.perf_counter(), job.num_loaded
-                is_open, has_copied = self._load_next(job, units, early)
+                is_open, has_copied = (
+                    self._load_next(job, units, early) if units is not None else (False, False)
+                )
                 if job.num_loaded > num_before or has_copied:
                     is_still = False
                     self.note(load_s=time.perf_counter() - begun_s)
@@ -363,7 +370,7 @@ class Tiers:
             while load.is_open:
                 at, is_whole = load.num_loaded, False
                 if early is not None and self._host is not None:
-                    with self._without_failures_of(self._host):
+                    with self.without_failures_of(self._host):
                         is_whole = early.finish(load)
                 if is_whole:
                     source: str | None = "host"
@@ -377,7 +384,7 @@ class Tiers:
                 load.sources.append(source)
                 load.num_loaded += 1
             if early is not None and self._host is not None and load.is_open:
-                with self._without_failures_of(self._host):
+                with self.without_failures_of(self._host):
                     has_copied = early.advance(load)
         except Exception:  # the thread goes on, as in `_work`
             log.exception("A KV block was not copied. It is computed again when it is needed")
@@ -404,7 +411,7 @@ class Tiers:
         unit = units.unit(is_state=is_state)
         for tier in list(self._tiers):
             store = tier.store(is_state=is_state)
-            with self._without_failures_of(tier):
+            with self.without_failures_of(tier):
                 begun_s = time.perf_counter()
                 outcome = store.read(key, unit.buffers(index), lambda: unit.take(index))
                 self.note(**{f"{tier.name}_load_s": time.perf_counter() - begun_s})
@@ -417,54 +424,64 @@ class Tiers:
         return None
 
     def _save(self, save: SaveJob, units: Units, early: EarlySaves | None) -> None:
-        missing = []
-        is_in_host = early is not None and self._do_early(partial(early.finish, save))
-        if is_in_host:
-            self.note(host_store_bytes=units.blocks.num_bytes)
-        for tier in self._tiers[:1] if save.is_tail else list(self._tiers):
-            if is_in_host and tier.name == "host":
-                continue
-            with self._without_failures_of(tier):
-                if tier.store(is_state=save.is_state).has(save.key):
-                    tier.store(is_state=save.is_state).touch(save.key)
-                else:
-                    missing.append(tier)
-        if not missing:
+        """Copy a block or state to the first tier that has not failed. From host memory it is copied to the disk later."""
+        if not self._tiers:
             return
+        tier, is_state = self._tiers[0], save.is_state
+        if early is not None and self._do_early(partial(early.finish, save)):
+            self.note(host_store_bytes=units.blocks.num_bytes)
+        else:
+            with self.without_failures_of(tier):
+                if tier.store(is_state=is_state).has(save.key):
+                    tier.store(is_state=is_state).touch(save.key)
+                else:
+                    self._write(save, units, tier)
+        if self._disk_copies is not None and tier is self._host and not save.is_tail:
+            is_waiting = self._disk_copies.copy(save.key, is_state=is_state)
+            self.note(num_dropped=0 if is_waiting or is_state else 1)
+
+    def _write(self, save: SaveJob, units: Units, tier: Tier) -> None:
         buffers, checksum = units.unit(is_state=save.is_state).export(save.index)
-        for tier in missing:
-            store = tier.store(is_state=save.is_state)
-            with self._without_failures_of(tier):
-                begun_s = time.perf_counter()
-                is_new = store.write(save.key, buffers, checksum)
-                self.note(**{f"{tier.name}_store_s": time.perf_counter() - begun_s})
-                if is_new:
-                    self.note(**{f"{tier.name}_store_bytes": store.record_bytes})
+        store, begun_s = tier.store(is_state=save.is_state), time.perf_counter()
+        is_new = store.write(save.key, buffers, checksum)
+        self.note(**{f"{tier.name}_store_s": time.perf_counter() - begun_s})
+        if is_new:
+            self.note(**{f"{tier.name}_store_bytes": store.record_bytes})
 
     @contextmanager
-    def _without_failures_of(self, tier: Tier) -> Iterator[None]:
+    def without_failures_of(self, tier: Tier) -> Iterator[None]:
         """If the tier's file fails inside, serve without the tier from now on."""
         try:
             yield
         except OSError as error:
-            if tier not in self._tiers:  # the other thread was faster
-                return
-            self._tiers.remove(tier)
+            with self._lock:
+                if tier not in self._tiers:  # another thread was faster
+                    return
+                self._tiers.remove(tier)
             log.warning("The KV tier on %s is disabled until the next start: %s", tier.blocks.name, error)
             if tier.name == "disk":
                 with self._lock:
                     self._figures = self._figures._replace(is_disk_off=True)
 
-    def _count_records(self) -> None:
+    def count_records(self, tier: Tier) -> None:
+        """Count the records of a tier for its figures, unless they were counted a moment ago."""
         now_s = time.monotonic()
-        if now_s - self._counted_s < COUNT_EVERY_S:
+        if tier not in self._tiers or now_s - self._counted_s.get(tier.name, float("-inf")) < COUNT_EVERY_S:
             return
-        self._counted_s = now_s
-        for tier in list(self._tiers):
-            with self._without_failures_of(tier):
-                stores = [tier.blocks] if tier.states is None else [tier.blocks, tier.states]
-                used = sum(store.count() * store.record_bytes for store in stores)
-                room = sum(store.num_records * store.record_bytes for store in stores)
-                sizes: dict[str, Any] = {f"{tier.name}_bytes": used, f"{tier.name}_capacity_bytes": room}
-                with self._lock:
-                    self._figures = self._figures._replace(**sizes)
+        self._counted_s[tier.name] = now_s
+        with self.without_failures_of(tier):
+            used = sum(store.count() * store.record_bytes for store in tier.stores)
+            room = sum(store.num_records * store.record_bytes for store in tier.stores)
+            sizes: dict[str, Any] = {f"{tier.name}_bytes": used, f"{tier.name}_capacity_bytes": room}
+            with self._lock:
+                self._figures = self._figures._replace(**sizes)
+
+
+def _units(make_units: Callable[[], Units], enter_thread: Callable[[], None]) -> Units | None:
+    """Begin a thread that copies. None after an error: the thread then hands all jobs back undone, so that no block is kept."""
+    try:
+        enter_thread()
+        return make_units()
+    except Exception:
+        log.exception("KV blocks cannot be copied to or from the tiers until the next start")
+        return None

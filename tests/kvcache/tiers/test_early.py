@@ -276,3 +276,17 @@ def test_a_damaged_record_ends_a_load_that_follows_it_and_counts(monkeypatch: py
     assert load.num_loaded == 0 and second.tiers.figures.num_faults == 1
     for rank in (first, second):
         rank.tiers.close()
+
+
+def test_a_copy_that_fails_at_its_end_frees_the_place_of_its_record(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair.begin([0])
+
+    def fail(*_arguments: object) -> int:
+        raise RuntimeError("an error of the copy")
+
+    monkeypatch.setattr(pair.saves, "_copy", fail)
+    with pytest.raises(RuntimeError, match="an error of the copy"):
+        pair.saves.finish(SaveJob(0, key_of(0)))
+    assert not pair.store._open and pair.store.part_of(key_of(0)) is None

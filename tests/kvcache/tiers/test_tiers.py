@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from kvcache.paged_cache import LayerShape, PagedCache, StateShape
 from kvcache.tiers.early import WrittenLayers
 from kvcache.tiers.jobs import LoadJob, SaveJob
 from kvcache.tiers.opening import Kinds, SharedStore, open_disk, open_host
-from kvcache.tiers.records import RecordLayout, StoreError
+from kvcache.tiers.records import RecordLayout, RecordStore, StoreError
 from kvcache.tiers.tiers import Tiers, Units
 from kvcache.unit import CacheUnit, block_parts, parts_after, state_parts
 
@@ -195,13 +195,10 @@ def test_host_memory_is_used_first_and_the_disk_keeps_everything(tmp_path: Path)
     load = LoadJob([key_of(0), key_of(1)], [5, 6])
     rank.do(load)
     assert load.sources == ["host", "host"]
-    figures = rank.tiers.figures
     size = rank.units.blocks.num_bytes
-    assert (figures.host_store_bytes, figures.disk_store_bytes, figures.host_load_bytes) == (
-        3 * size,
-        3 * size,
-        2 * size,
-    )
+    rank.until(lambda: rank.tiers.figures.disk_store_bytes == 3 * size)
+    figures = rank.tiers.figures
+    assert (figures.host_store_bytes, figures.host_load_bytes) == (3 * size, 2 * size)
     secret = rank.tiers.secret
     rank.tiers.close()
     again = Rank(disk=tmp_path / "kv")
@@ -244,7 +241,8 @@ def test_a_disk_that_fails_is_left_out_and_host_memory_goes_on(
 
     monkeypatch.setattr(disk, "write", full)
     rank.do(SaveJob(0, key_of(0)))
-    assert rank.tiers.figures.is_disk_off and "No space left on device" in caplog.text
+    rank.until(lambda: rank.tiers.figures.is_disk_off)
+    assert "No space left on device" in caplog.text
     rank.do(SaveJob(1, key_of(1)))
     rank.do(load := LoadJob([key_of(0), key_of(1)], [5, 6]))
     assert load.sources == ["host", "host"]
@@ -264,6 +262,167 @@ def test_forgotten_records_stay_forgotten_after_a_restart(tmp_path: Path) -> Non
     again.tiers.forget(6)
     assert again.tiers.secret == second, "an order that arrives twice changes nothing"
     again.tiers.close()
+
+
+class SlowFile:
+    """Stops writes to a tier's file until they may go on."""
+
+    def __init__(self, store: RecordStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.has_begun, self.may_end, self._transfer = Event(), Event(), store._transfer
+        monkeypatch.setattr(store, "_transfer", self)
+
+    def __call__(self, *arguments: Any) -> None:
+        self.has_begun.set()
+        assert self.may_end.wait(30)
+        self._transfer(*arguments)
+
+
+def test_blocks_are_in_host_memory_and_free_again_while_the_disk_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Rank(disk=tmp_path / "kv")
+    host, disk = rank.tiers._tiers
+    slow = SlowFile(disk.blocks, monkeypatch)
+    for number in range(3):
+        rank.do(SaveJob(number, key_of(number)))
+        assert host.blocks.has(key_of(number))
+    assert slow.has_begun.wait(30) and not disk.blocks.has(key_of(0))
+    rank.do(SaveJob(2, key_of(2), is_state=True))
+    expected, kept = [rank.record(number) for number in range(3)], rank.record(2, is_state=True)
+    for number in range(3):  # the blocks belong to other requests by now
+        for part in rank.parts():
+            part[number].zero_()
+    slow.may_end.set()
+    rank.until(lambda: disk.states is not None and disk.states.has(key_of(2)))
+    rank.tiers.close()
+    alone = Rank(host_bytes=0, disk=tmp_path / "kv")
+    alone.do(load := LoadJob([key_of(number) for number in range(3)], [5, 6, 7], state_key=key_of(2), slot=3))
+    assert load.sources == ["disk"] * 3 and load.has_state
+    assert [alone.record(index) for index in (5, 6, 7)] == expected
+    assert alone.record(3, is_state=True) == kept
+    alone.tiers.close()
+
+
+def test_copies_to_the_disk_that_cannot_follow_are_counted_and_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Rank(disk=tmp_path / "kv")
+    slow = SlowFile(rank.tiers._tiers[1].blocks, monkeypatch)
+    rank.do(SaveJob(0, key_of(0)))
+    assert slow.has_begun.wait(30) and rank.tiers._disk_copies is not None
+    rank.tiers._disk_copies._most_jobs = 1
+    for number in (1, 2):
+        rank.do(SaveJob(number, key_of(number)))
+    assert rank.tiers.figures.num_dropped == 1
+    slow.may_end.set()
+    rank.until(lambda: rank.tiers.figures.disk_store_bytes == 2 * rank.units.blocks.num_bytes)
+    assert not rank.tiers._tiers[1].blocks.has(key_of(2))
+    rank.tiers.close()
+
+
+def test_a_flush_does_not_wait_for_a_file_that_is_written(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, before = rank.tiers._tiers[0].blocks, rank.tiers.secret
+    slow = SlowFile(store, monkeypatch)
+    rank.tiers.save(SaveJob(0, key_of(0)))
+    assert slow.has_begun.wait(30)
+    flush = Thread(target=rank.tiers.forget, args=(5,))
+    flush.start()
+    flush.join(timeout=10)
+    assert not flush.is_alive() and rank.tiers.secret != before
+    slow.may_end.set()
+    rank.until(lambda: store.generation == 5)
+
+
+def test_a_flush_is_written_when_another_process_no_longer_holds_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Rank(disk=tmp_path / "kv")
+    blocks, is_held = rank.tiers._tiers[1].blocks, Event()
+    lock = blocks._lock
+
+    def refuse(*_arguments: object, **_options: object) -> bool:
+        is_held.set()
+        return False
+
+    monkeypatch.setattr(blocks, "_lock", refuse)
+    rank.tiers.forget(5)
+    assert is_held.wait(30) and blocks.generation == 0
+    monkeypatch.setattr(blocks, "_lock", lock)
+    rank.until(lambda: blocks.generation == 5)
+    rank.tiers.close()
+
+
+def test_a_disk_that_is_full_still_forgets_at_a_flush(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Rank(disk=tmp_path / "kv")
+
+    def full(*_arguments: object, **_options: object) -> bool:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(rank.tiers._tiers[1].blocks, "write", full)
+    rank.do(SaveJob(0, key_of(0)))
+    rank.until(lambda: rank.tiers.figures.is_disk_off)
+    rank.tiers.forget(9)
+    rank.tiers.close()
+    again = Rank(disk=tmp_path / "kv")
+    assert again.tiers.generation == 9
+    again.tiers.close()
+
+
+def test_threads_that_fail_together_disable_a_tier_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The one that is second finds the tier in the list, and gone when it removes it."""
+    rank = Rank(disk=tmp_path / "kv")
+    tier = rank.tiers._tiers[1]
+
+    class Slow(list[Any]):
+        def remove(self, value: object) -> None:
+            has_looked.set()
+            may_remove.wait(0.2)
+            super().remove(value)
+
+    has_looked, may_remove = Event(), Event()
+    rank.tiers._tiers = Slow(rank.tiers._tiers)
+    problems: list[BaseException] = []
+
+    def fail() -> None:
+        try:
+            with rank.tiers.without_failures_of(tier):
+                raise OSError(5, "Input/output error")
+        except ValueError as error:
+            problems.append(error)
+
+    threads = [Thread(target=fail) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not problems and has_looked.is_set()
+    assert caplog.text.count("is disabled until the next start") == 1
+    rank.tiers.close()
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_without_memory_for_copies_all_jobs_come_back_undone(follows: bool) -> None:
+    made = Rank()
+
+    def make_units() -> Units:
+        raise RuntimeError("out of memory")
+
+    tiers = Tiers(made.tiers._tiers, make_units, layers=made.tiers._layers)
+    save, load = SaveJob(0, key_of(0)), LoadJob([key_of(0)], [5])
+    load.until_s = time.monotonic() + 3600 if follows else 0.0
+    tiers.save(save)
+    tiers.load(load)
+    done: list[object] = []
+    made.until(lambda: done.extend(tiers.finished()) or len(done) == 2)  # type: ignore[func-returns-value]
+    assert set(done) == {save, load} and load.num_loaded == 0
+    for each in (tiers, made.tiers):
+        each.close()
 
 
 def test_the_directory_is_private_and_a_useless_one_is_named(tmp_path: Path) -> None:
