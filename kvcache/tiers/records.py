@@ -35,7 +35,7 @@ from kvcache.prefix import KEY_BYTES
 ENTRY_BYTES = 64
 SECRET_BYTES = 32
 LEAST_RECORDS = 16
-_MAGIC, _VERSION = b"WIDEEPKV", 1
+_MAGIC, _VERSION = b"WIDEEPKV", 2
 _HEADER = struct.Struct("<8sIQQ32s32s32s")  # magic, version, record bytes, records, model, software, secret
 _NUMBER = struct.Struct("<Q")
 _ENTRY = struct.Struct(f"<{KEY_BYTES}sQB")  # key, checksum, whether it was read since the hand last came by
@@ -146,7 +146,8 @@ class RecordStore:
                 f"{self.name} is not a store of KV blocks: choose another place, or remove the file"
             )
         _, version, record_bytes, present, model, software, _ = _HEADER.unpack(found)
-        if model != layout.model:
+        # A layout of another version may describe the same model by other facts.
+        if version == _VERSION and model != layout.model:
             raise StoreError(
                 f"{self.name} holds the KV blocks of another model, checkpoint or cache layout: choose another "
                 f"directory, or remove the file"

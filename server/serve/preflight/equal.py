@@ -3,9 +3,10 @@
 Ranks run one program in lock-step over one checkpoint. Differences need not cause a failure: answers may be wrong, or
 differ from run to run. So each node publishes its facts, and every node compares all of them, with the same result.
 
-A checkpoint is compared by its files: configuration and tokenizer completely; weight files by size, header and a few
-samples spread over each. This takes a fraction of a second for hundreds of gigabytes, and two trainings of one model
-differ in nearly every number. Rejected: a digest of every byte, which takes as long as loading the model on every node.
+A checkpoint is compared by its files: configuration and tokenizer completely; weight files by size, header and samples of
+every tensor. This takes seconds for hundreds of gigabytes, and training changes nearly every number of the tensors that it
+trains, even if these are few: a merged adapter often leaves all experts as they were. Rejected: a digest of every byte, which
+takes as long as loading the model on every node; samples at even distances in a file, which fall into experts only.
 
 Versions of WideEP may differ, so that nodes can be upgraded one by one, if two digests are equal: the link digest, of everything
 that nodes send each other outside of steps, and the dispatch digest, of everything that ranks run in lock-step. Both cover whole
@@ -19,7 +20,8 @@ import platform
 import re
 import socket
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +30,7 @@ from server.machine.report import Check, failure, not_here, ok, warning
 from server.machine.roots import PACKAGES
 from server.machine.versions import version_of
 from server.serve.preflight.device import NO_FACTS, GpuFacts
-from server.serve.preflight.model import safetensors_files
+from server.serve.preflight.model import PreflightError, read_header, safetensors_files
 
 _WIDEEP, _LINK, _DISPATCH = "wideep", "wideep's link digest", "wideep's dispatch digest"
 # They compute or decide in lock-step, or define what nodes send each other: they must be equal.
@@ -39,7 +41,13 @@ _DISPATCH_FOLDERS = tuple(package for package in PACKAGES if package != "server"
 _OTHERS = ("numpy", "numba", "safetensors", "grpcio", "triton", "nvshmem4py-cu13", "llguidance")
 _ROOT = Path(__file__).resolve().parents[3]
 _NOT_WEIGHTS = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
-_NUM_SAMPLES, _SAMPLE_BYTES = 8, 4096  # per weight file
+_SAMPLE_BYTES = 4096
+_SECTION_BYTES = 8 << 20  # of a tensor; each has a sample
+_UNKNOWN_SECTION_BYTES = 1 << 20  # of a file without a header of safetensors
+_LEAST_SAMPLES = (
+    2  # of a tensor: the middle of joined q, k and v may be k, which many adapters leave as it is
+)
+_READERS = 4  # threads: a disk reads many samples at once
 _HEX = 12  # digits of a digest; enough to distinguish files
 
 
@@ -120,23 +128,49 @@ def file_digests(directory: Path) -> dict[str, str]:
     """
     small = {path for pattern in _NOT_WEIGHTS for path in directory.glob(pattern) if path.is_file()}
     found = {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:_HEX] for path in sorted(small)}
-    for path in safetensors_files(directory):
-        found[path.name] = _sampled_digest(path)
-    return found
+    files = safetensors_files(directory)
+    with ThreadPoolExecutor(_READERS) as readers:
+        digests = list(readers.map(_sampled_digest, files))
+    return found | {path.name: digest for path, digest in zip(files, digests, strict=True)}
 
 
 def _sampled_digest(path: Path) -> str:
     """Return a digest of a weight file's size, header and samples."""
     size = path.stat().st_size
     digest = hashlib.sha256(str(size).encode())
+    try:
+        pieces = list(_samples_of_tensors(path))
+    except (PreflightError, ValueError, KeyError, TypeError, AttributeError):  # not a safetensors file
+        pieces = [(0, min(size, _SAMPLE_BYTES)), *_samples(0, size, 1, _UNKNOWN_SECTION_BYTES)]
     with path.open("rb") as file:
-        header_bytes = int.from_bytes(file.read(8), "little")
-        digest.update(file.read(min(header_bytes, size)))
-        first = 8 + header_bytes
-        for sample in range(_NUM_SAMPLES):
-            file.seek(max(first, first + (size - first - _SAMPLE_BYTES) * sample // (_NUM_SAMPLES - 1)))
-            digest.update(file.read(_SAMPLE_BYTES))
+        descriptor = file.fileno()
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # read no more than the samples
+        for at, num_bytes in pieces:
+            digest.update(os.pread(descriptor, num_bytes, at))
     return digest.hexdigest()[:_HEX]
+
+
+def _samples_of_tensors(path: Path) -> Iterator[tuple[int, int]]:
+    """Yield where the header and the samples of a safetensors file begin, and how many bytes they have."""
+    tensors = read_header(path).values()
+    first = path.stat().st_size - max(tensor["data_offsets"][1] for tensor in tensors)
+    yield 0, first
+    for tensor in tensors:
+        begin, end = tensor["data_offsets"]
+        shape = tensor["shape"]
+        # Training may change some experts of a tensor that has all of them.
+        num_matrices = shape[0] if len(shape) > 2 else 1
+        yield from _samples(first + begin, end - begin, num_matrices, _SECTION_BYTES)
+
+
+def _samples(begin: int, num_bytes: int, num_matrices: int, section_bytes: int) -> Iterator[tuple[int, int]]:
+    """Yield samples in the middle of equal sections, or all bytes if the samples would be most of them."""
+    count = max(_LEAST_SAMPLES, num_matrices, -(-num_bytes // section_bytes))
+    if num_bytes <= 2 * count * _SAMPLE_BYTES:
+        yield begin, num_bytes
+        return
+    for sample in range(count):
+        yield begin + (2 * sample + 1) * num_bytes // (2 * count) - _SAMPLE_BYTES // 2, _SAMPLE_BYTES
 
 
 def _gpus(facts: GpuFacts) -> dict[str, str]:

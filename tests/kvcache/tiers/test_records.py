@@ -162,6 +162,18 @@ def test_another_size_or_version_begins_anew_but_not_under_a_running_service(tmp
         store.close()
 
 
+def test_a_file_of_an_earlier_version_begins_anew_because_its_layout_has_other_facts(tmp_path: Path) -> None:
+    path = tmp_path / "blocks.kv"
+    before = open_store(path)
+    put(before, 1)
+    before.close()
+    data = bytearray(path.read_bytes())
+    data[8] -= 1
+    path.write_bytes(data)
+    store = open_store(path, layout=LAYOUT._replace(model=b"x" * 32))
+    assert store.count() == 0 and put(store, 1)
+
+
 def test_generations_only_grow(tmp_path: Path) -> None:
     store, other = open_store(tmp_path / "blocks.kv"), open_store(tmp_path / "blocks.kv")
     store.advance_to(2)

@@ -16,7 +16,7 @@ from server.serve.preflight.equal import (
     file_digests,
     source_digest,
 )
-from server.serve.preflight.model import PreflightError
+from server.serve.preflight.model import PreflightError, read_header
 from tests.support.models.fake_checkpoint import write_checkpoint, write_safetensors
 
 NODES = ["a", "b", "c"]
@@ -163,6 +163,50 @@ def test_a_checkpoint_with_other_numbers_has_another_digest(tmp_path: Path) -> N
     assert file_digests(tmp_path / "same") == one
     assert file_digests(tmp_path / "trained")["model.safetensors"] != one["model.safetensors"]
     assert file_digests(tmp_path / "edited")["config.json"] != one["config.json"]
+
+
+TENSORS = {"experts": [16, 256, 1024], "router": [8, 64], "qkv": [3 * 512, 512], "other": [512, 1024]}
+
+
+def change(path: Path, tensor: str, first: float, last: float) -> None:
+    """Change all bytes between two fractions of a tensor."""
+    begin, end = read_header(path)[tensor]["data_offsets"]
+    content = bytearray(path.read_bytes())
+    start = len(content) - max(each["data_offsets"][1] for each in read_header(path).values()) + begin
+    at, behind = (start + int(fraction * (end - begin)) for fraction in (first, last))
+    content[at:behind] = bytes([7]) * (behind - at)
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "first", "last"),
+    [
+        pytest.param("router", 0, 1, id="a small tensor"),
+        pytest.param("experts", 10 / 16, 11 / 16, id="one expert of a tensor of all"),
+        pytest.param("qkv", 0, 1 / 3, id="q of joined q, k and v"),
+        pytest.param("qkv", 2 / 3, 1, id="v of joined q, k and v"),
+    ],
+)
+def test_a_checkpoint_in_which_one_tensor_was_trained_has_another_digest(
+    tmp_path: Path, tensor: str, first: float, last: float
+) -> None:
+    """As a merged adapter does, which often leaves all experts as they were."""
+    write_checkpoint(tmp_path)
+    write_safetensors(tmp_path / "model.safetensors", TENSORS)
+    before = file_digests(tmp_path)
+    change(tmp_path / "model.safetensors", tensor, first, last)
+    after = file_digests(tmp_path)
+    assert {name for name in after if after[name] != before[name]} == {"model.safetensors"}
+
+
+def test_a_weight_file_without_a_header_is_sampled_too(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"GGUF" + bytes(8 << 20))
+    before = file_digests(tmp_path)
+    assert file_digests(tmp_path) == before
+    path.write_bytes(b"GGUF" + bytes(3 << 20) + bytes([7]) * (2 << 20) + bytes(3 << 20))
+    assert file_digests(tmp_path) != before
 
 
 def test_a_checkpoint_without_weights_is_refused_by_name(tmp_path: Path) -> None:
