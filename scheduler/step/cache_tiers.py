@@ -87,19 +87,26 @@ def _kinds(config: EngineConfig, cache: PagedCache, device: torch.device, units:
         "quantization": str(config.quantization),
         "activation_dtype": config.activation_dtype,
         "batch_invariant": str(config.batch_invariant),
+        "dispatch_dtype": config.dispatch_dtype,
     }
+    software = config.software_facts
+    if device.type != "cpu":  # a CPU compiles nothing, and its backends give equal bits
+        facts["all2all_backend"] = config.all2all_backend
+        facts["compiler"] = config.compiler if config.enable_torch_compile else ""
+    if device.type == "cuda":
+        software += torch.cuda.get_device_name(device)
     if config.repeats_decodes:
         facts["tokens"] = "prompts"  # earlier versions also kept blocks of generated tokens
     if config.enable_lora:
         facts["lora_dtype"] = config.lora_dtype
     model = layout_of(cache, facts)
-    software = hashlib.sha256(config.software_facts.encode()).digest()
-    blocks = RecordLayout(model, software, units.blocks.num_bytes)
+    computing = hashlib.sha256(software.encode()).digest()
+    blocks = RecordLayout(model, computing, units.blocks.num_bytes)
     if not units.states.num_bytes:
         return Kinds(blocks, None)
     num_slots = max(len(states) for states in cache.states)
     of_states = units.states.num_bytes * num_slots
     of_blocks = units.blocks.num_bytes * cache.num_blocks
     return Kinds(
-        blocks, RecordLayout(model, software, units.states.num_bytes), of_states / (of_states + of_blocks)
+        blocks, RecordLayout(model, computing, units.states.num_bytes), of_states / (of_states + of_blocks)
     )
