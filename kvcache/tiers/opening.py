@@ -22,7 +22,7 @@ class Kinds(NamedTuple):
 
     blocks: RecordLayout
     states: RecordLayout | None  # None if the model keeps no states
-    states_share: float = 0.0  # of the bytes
+    states_share: float = 0.0  # of the bytes; equal on all ranks that use the tier
 
 
 class SharedStore(Protocol):
@@ -74,7 +74,7 @@ def open_host(
 
     def open_memory(name: str, layout: RecordLayout, size: int) -> RecordStore:
         fd = _make_memory(_new_name()) if store is None else _share_memory(store, f"{host} {name}")
-        # States and blocks share the bytes as in a rank's own cache, and the caches of two ranks differ a little.
+        # Other ranks may be using the memory, so a new rank never divides it again.
         return RecordStore(
             fd, layout, size, name="host memory (--kv-offloading-size)", secret=secret, keeps_size=True
         )

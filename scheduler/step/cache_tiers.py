@@ -19,6 +19,7 @@ from kvcache.tiers.remote_memory import RemoteMemoryError
 from kvcache.tiers.tiers import Tiers, Units
 from kvcache.unit import CacheUnit, block_parts, layout_of, parts_after, state_parts
 from scheduler.policy.config import ConfigError, EngineConfig
+from scheduler.policy.state_tables import STRIDE
 
 
 def open_tiers(
@@ -104,9 +105,10 @@ def _kinds(config: EngineConfig, cache: PagedCache, device: torch.device, units:
     blocks = RecordLayout(model, computing, units.blocks.num_bytes)
     if not units.states.num_bytes:
         return Kinds(blocks, None)
-    num_slots = max(len(states) for states in cache.states)
-    of_states = units.states.num_bytes * num_slots
-    of_blocks = units.blocks.num_bytes * cache.num_blocks
+    # One state for every STRIDE tokens, as prompts are saved. The share depends on shapes only, not on a rank's memory, so that
+    # all ranks of a node, and a rank after a restart, divide a tier alike.
+    of_states = units.states.num_bytes
+    of_blocks = units.blocks.num_bytes * (STRIDE // BLOCK_TOKENS)
     return Kinds(
         blocks, RecordLayout(model, computing, units.states.num_bytes), of_states / (of_states + of_blocks)
     )

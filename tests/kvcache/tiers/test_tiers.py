@@ -461,8 +461,7 @@ def test_ranks_of_a_host_share_its_memory_and_it_outlives_the_rank_that_made_it(
         rank.tiers.close()
 
 
-def test_ranks_with_caches_of_other_sizes_share_the_memory_of_the_first() -> None:
-    """Each rank measures the free memory at its own start."""
+def test_a_rank_that_would_divide_the_memory_otherwise_shares_that_of_the_first() -> None:
     store = FakeStore()
     first, second = (Rank(store=store, states_share=share) for share in (0.3, 0.31))
     (one,), (other,) = first.tiers._tiers, second.tiers._tiers

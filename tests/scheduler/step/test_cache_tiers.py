@@ -1,4 +1,4 @@
-"""The layout of the tiers' records: settings and devices that change bits have different ones."""
+"""The layout of the tiers' records: settings and devices that change bits have different ones, and ranks divide a tier alike."""
 
 from pathlib import Path
 from typing import Any
@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from kvcache.paged_cache import LayerShape, PagedCache, StateShape
-from kvcache.tiers.opening import Kinds
+from kvcache.tiers.opening import Kinds, open_disk
 from kvcache.tiers.tiers import Units
 from kvcache.unit import CacheUnit, block_parts, state_parts
 from scheduler.policy.config import EngineConfig
 from scheduler.step.cache_tiers import _kinds
 
 ATTENTION = LayerShape(num_kv_heads=2, key_dim=8, value_dim=16)
-RECURRENT = LayerShape(state=StateShape(tail=(3, 4), recurrent=(2, 8)))
+RECURRENT = LayerShape(state=StateShape(tail=(3, 4), recurrent=(64, 64)))
 
 
 def kinds_of(*, device: str = "cpu", num_blocks: int = 8, num_states: int = 4, **settings: Any) -> Kinds:
@@ -55,3 +55,20 @@ def test_another_gpu_is_other_software_as_another_processor_is(monkeypatch: pyte
     one, other = found
     assert one.blocks.software != other.blocks.software and one.blocks.model == other.blocks.model
     assert one.states is not None and one.states.software == one.blocks.software
+
+
+def test_ranks_with_caches_of_other_sizes_divide_a_tier_alike_and_find_its_blocks(tmp_path: Path) -> None:
+    """Each rank measures the free memory at its own start, and one that restarts may find less."""
+    first, second = kinds_of(num_blocks=120, num_states=9), kinds_of(num_blocks=119, num_states=8)
+    assert first == second and 0 < first.states_share < 1
+    key, record, checksum = b"k" * 16, bytes(first.blocks.record_bytes), 7
+    running = open_disk(tmp_path, first, 4 << 20)
+    assert running.blocks.write(key, [memoryview(record)], checksum)
+    other = open_disk(tmp_path, second, 4 << 20)  # while the first one runs
+    assert other.blocks.has(key) and other.blocks.num_records == running.blocks.num_records
+    for tier in (running, other):
+        tier.blocks.close()
+        assert tier.states is not None
+        tier.states.close()
+    again = open_disk(tmp_path, second, 4 << 20)
+    assert again.blocks.has(key)
