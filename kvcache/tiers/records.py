@@ -133,7 +133,10 @@ class RecordStore:
                 self._format(layout, num_records, secret)
                 found = os.pread(fd, _HEADER.size, 0)
             fcntl.flock(fd, fcntl.LOCK_SH)  # in use
-        _, _, _, num_records, _, _, self.secret = _HEADER.unpack(found)
+            _, _, _, num_records, _, _, self.secret = _HEADER.unpack(found)
+            # A copy of the file may have been interrupted. Zeros are no entry, and a record that was cut fails its checksum.
+            if os.fstat(fd).st_size < file_bytes(num_records, layout.record_bytes):
+                os.ftruncate(fd, file_bytes(num_records, layout.record_bytes))
         self.num_records, self.record_bytes = num_records, layout.record_bytes
         self._num_buckets = _num_buckets(num_records)
         self._entries_at = _HEADER_BYTES + self._num_buckets * _BUCKET_BYTES

@@ -102,9 +102,8 @@ class Leader:
         self._former_home: Placement | None = None  # before the last resize
         self._members: tuple[int, ...] = ()  # of the last order
         self._met: set[int] = set()  # members that have met since then, so they hold their experts
-        self._kept: dict[
-            int, _Experts
-        ] = {}  # of the others: what they held before, and no order took from them
+        # Of the others: what they held before, and no order took from them.
+        self._kept: dict[int, _Experts] = {}
 
     def resume(self, lost: Collection[int] = ()) -> None:
         """Lead a pool after a restart of its front. Its ranks get requests when they serve again.

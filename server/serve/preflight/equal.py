@@ -44,9 +44,8 @@ _NOT_WEIGHTS = ("*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken")
 _SAMPLE_BYTES = 4096
 _SECTION_BYTES = 8 << 20  # of a tensor; each has a sample
 _UNKNOWN_SECTION_BYTES = 1 << 20  # of a file without a header of safetensors
-_LEAST_SAMPLES = (
-    2  # of a tensor: the middle of joined q, k and v may be k, which many adapters leave as it is
-)
+# Of a tensor: the middle of joined q, k and v may be k, which many adapters leave as it is.
+_LEAST_SAMPLES = 2
 _READERS = 4  # threads: a disk reads many samples at once
 _HEX = 12  # digits of a digest; enough to distinguish files
 

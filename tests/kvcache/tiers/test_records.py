@@ -174,6 +174,30 @@ def test_a_file_of_an_earlier_version_begins_anew_because_its_layout_has_other_f
     assert store.count() == 0 and put(store, 1)
 
 
+@pytest.mark.parametrize("cut", ["header", "index", "entries", "records"])
+def test_a_file_that_was_cut_short_is_used_for_what_is_left(tmp_path: Path, cut: str) -> None:
+    path = tmp_path / "blocks.kv"
+    before = open_store(path)
+    numbers = range(before.num_records)
+    assert all(put(before, number) for number in numbers)
+    ends = {
+        "header": 4096,
+        "index": (4096 + before._entries_at) // 2,
+        "entries": before._entry_at(before.num_records // 2) + 7,
+        "records": before._record_at(before.num_records // 2) + 7,
+    }
+    before.close()
+    os.truncate(path, ends[cut])
+    after = open_store(path)
+    kept = [number for number in numbers if get(after, number) == (ReadResult.WHOLE, content_of(number))]
+    assert len(kept) == (before.num_records // 2 if cut == "records" else 0)
+    assert after.count() <= before.num_records
+    new = [number for number in range(1000, 1064) if put(after, number)]
+    assert len(new) == 64, "a write ends, and takes a place"
+    assert get(after, 1063) == (ReadResult.WHOLE, content_of(1063))
+    after.close()
+
+
 def test_generations_only_grow(tmp_path: Path) -> None:
     store, other = open_store(tmp_path / "blocks.kv"), open_store(tmp_path / "blocks.kv")
     store.advance_to(2)
