@@ -92,9 +92,11 @@ def _change_records(module: Any, orders: Ordered) -> None:
         time.sleep(order if order and order != "full" else 0.0)
         transfer(store, call, buffers, *place)
 
-    def read_changed(store: Any, key: bytes, buffers: Sequence[memoryview], take: Callable[[], int]) -> Any:
+    def read_changed(
+        store: Any, key: bytes, buffers: Sequence[memoryview], take: Callable[[], int], **options: Any
+    ) -> Any:
         if not orders.get("flips"):
-            return read(store, key, buffers, take)
+            return read(store, key, buffers, take, **options)
         num_flips = 0
 
         def take_changed() -> int:
@@ -103,7 +105,7 @@ def _change_records(module: Any, orders: Ordered) -> None:
             _flip(buffers[0])
             return take()
 
-        outcome = read(store, key, buffers, take_changed)
+        outcome = read(store, key, buffers, take_changed, **options)
         if num_flips:
             orders.note_flip(outcome.name)
         return outcome

@@ -17,7 +17,7 @@ class TierFigures(NamedTuple):
     disk_load_s: float = 0.0
     host_store_bytes: int = 0
     disk_store_bytes: int = 0
-    store_s: float = 0.0  # time of the thread that saves blocks
+    store_s: float = 0.0  # time of the threads that save blocks and copy them to the disk
     host_store_s: float = 0.0  # time of writes to the tier
     disk_store_s: float = 0.0  # of another thread, if there is host memory, too
     num_lookups: int = 0  # requests that looked for more of their prefix than the device had
@@ -31,7 +31,7 @@ class TierFigures(NamedTuple):
     num_fetches_declined: int = 0
     num_fetches_failed: int = 0
     num_faults: int = 0  # records with a wrong checksum, in a tier or after a transfer
-    num_dropped: int = 0  # blocks that were not stored because too many waited
+    num_dropped: int = 0  # blocks that were not stored on the disk because its copies fell behind
     host_bytes: int = 0  # gauges: bytes of the records in the tier
     host_capacity_bytes: int = 0
     disk_bytes: int = 0

@@ -27,6 +27,10 @@ class EarlySave:
     run: int  # of `kvcache.progress.Progress`: the step that fills the block
 
 
+class WriteGeneration(NamedTuple):
+    """Write the present generation to a tier's file, also if the thread has nothing else to do."""
+
+
 @dataclass(eq=False)
 class LoadJob:
     """Fill blocks that continue a prefix, and the state slot after them if the model keeps states."""

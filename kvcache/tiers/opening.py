@@ -7,13 +7,14 @@ The memory lasts as long as one of them does, so a rank that is restarted finds 
 
 import contextlib
 import json
+import math
 import os
 import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from kvcache.tiers.records import RecordLayout, RecordStore, StoreError
+from kvcache.tiers.records import RecordLayout, RecordStore, StoreError, least_bytes
 from kvcache.tiers.tier import Tier
 
 
@@ -36,8 +37,10 @@ def open_disk(directory: Path, kinds: Kinds, num_bytes: int) -> Tier:
     """Open the tier in a directory, which is made if it is missing. Only its owner can read it.
 
     Raises:
-        StoreError: The directory cannot be used, is that of another model, or is in use with another size.
+        StoreError: The directory cannot be used, is that of another model, or is in use with another size, or
+            `num_bytes` is too small.
     """
+    _check_size("--kv-offloading-disk-size", kinds, num_bytes)
 
     def open_file(name: str, layout: RecordLayout, size: int) -> RecordStore:
         path = directory / name
@@ -71,6 +74,7 @@ def open_host(
     Raises:
         StoreError: `num_bytes` is too small.
     """
+    _check_size("--kv-offloading-size", kinds, num_bytes)
 
     def open_memory(name: str, layout: RecordLayout, size: int) -> RecordStore:
         fd = _make_memory(_new_name()) if store is None else _share_memory(store, f"{host} {name}")
@@ -80,6 +84,17 @@ def open_host(
         )
 
     return _open("host", kinds, num_bytes, open_memory)
+
+
+def _check_size(flag: str, kinds: Kinds, num_bytes: int) -> None:
+    least = least_bytes(kinds.blocks.record_bytes) / (1 - kinds.states_share)
+    if kinds.states is not None:
+        least = max(least, least_bytes(kinds.states.record_bytes) / kinds.states_share)
+    if num_bytes < least:
+        raise StoreError(
+            f"{flag}: {num_bytes / 2**20:.1f} MiB are too few for this model's KV blocks and states; give at least "
+            f"{math.ceil(least / 2**20)} MiB"
+        )
 
 
 def _open(

@@ -21,6 +21,7 @@ their oldest, which break long prefixes (docs/LOG.md).
 import contextlib
 import errno
 import fcntl
+import math
 import mmap
 import os
 import struct
@@ -48,6 +49,7 @@ _HEADER_BYTES, _GENERATION_AT, _HAND_AT = 4096, 2048, 2056
 _PAGE = 4096
 _SLOTS = 16  # of a bucket; two fifths are used, so that few buckets are full
 _BUCKET_BYTES = _SLOTS * _LISTED.size
+_LEAST_OTHERS = _HEADER_BYTES + _PAGE + _BUCKET_BYTES  # bytes that are no records, entries or index
 _AT_ONCE = 64  # entries that the hand reads
 _READS = 3  # of a record with a wrong checksum: it may have been replaced meanwhile, even twice
 _LOCK_TRIES, _LOCK_PAUSE_S = (
@@ -161,8 +163,8 @@ class RecordStore:
 
     def _format(self, layout: RecordLayout, num_records: int, secret: bytes | None) -> None:
         if num_records < LEAST_RECORDS:
-            least = file_bytes(LEAST_RECORDS, layout.record_bytes)
-            raise StoreError(f"{self.name} is too small: the fewest records need {least / 2**20:.1f} MiB")
+            least = least_bytes(layout.record_bytes) / 2**20
+            raise StoreError(f"{self.name} is too small: the fewest records need {least:.1f} MiB")
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -460,13 +462,22 @@ class RecordStore:
 
 def num_records_in(num_bytes: int, record_bytes: int) -> int:
     """Return how many records a file of this size has."""
-    per_record = record_bytes + ENTRY_BYTES + _LISTED.size * 5 / 2
-    return max(0, int((num_bytes - _HEADER_BYTES - _PAGE - _BUCKET_BYTES) / per_record))
+    return max(0, int((num_bytes - _LEAST_OTHERS) / _bytes_per(record_bytes)))
+
+
+def least_bytes(record_bytes: int) -> int:
+    """Return the least size of a store's file."""
+    return math.ceil(LEAST_RECORDS * _bytes_per(record_bytes)) + _LEAST_OTHERS + 1
 
 
 def file_bytes(num_records: int, record_bytes: int) -> int:
     """Return the size of a file with this many records."""
     return _records_at(num_records) + num_records * record_bytes
+
+
+def _bytes_per(record_bytes: int) -> float:
+    """Return the bytes of a record, its entry and its part of the index."""
+    return record_bytes + ENTRY_BYTES + _LISTED.size * 5 / 2
 
 
 def _num_buckets(num_records: int) -> int:

@@ -1,6 +1,7 @@
 """One tier below the pages: host memory, or a disk."""
 
 import logging
+from collections.abc import Callable
 from typing import NamedTuple
 
 from kvcache.tiers.records import RecordStore
@@ -27,13 +28,31 @@ class Tier(NamedTuple):
         assert self.states is not None, "the model keeps no states"
         return self.states
 
-    def advance_to(self, generation: int) -> bool:
-        """Keep a generation in the tier's file, unless it has a newer one. Returns False if another process holds the file."""
+
+class GenerationFile:
+    """The generation in a tier's file. For the thread that writes to the tier."""
+
+    def __init__(self, tier: Tier, newest: Callable[[], int]) -> None:
+        """`newest` returns the generation that the file must have."""
+        self._tier, self._newest = tier, newest
+        self._written = newest()  # the tiers begin with it
+
+    def write(self) -> bool:
+        """Write the newest generation, unless it was written. Returns False if another process holds the file: try again.
+
+        A file that cannot be written counts as written, with a message.
+        """
+        generation = self._newest()
+        if generation == self._written:
+            return True
+        blocks = self._tier.blocks
         try:
-            return self.blocks.advance_to(generation)
+            if not blocks.advance_to(generation):
+                return False
         except OSError as error:
             log.warning(
                 "The flush of the prefix cache could not be written to %s, so a restart may find flushed blocks again: %s",
-                self.blocks.name, error,
+                blocks.name, error,
             )  # fmt: skip
-            return True
+        self._written = generation
+        return True

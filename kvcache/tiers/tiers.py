@@ -24,16 +24,17 @@ from typing import Any, NamedTuple, Protocol
 from kvcache.tiers.disk_copies import DiskCopies
 from kvcache.tiers.early import EarlyLoads, EarlySaves, WrittenLayers
 from kvcache.tiers.figures import TierFigures
-from kvcache.tiers.jobs import EarlySave, FetchJob, LoadJob, PeerAddress, SaveJob
+from kvcache.tiers.jobs import EarlySave, FetchJob, LoadJob, PeerAddress, SaveJob, WriteGeneration
 from kvcache.tiers.records import SECRET_BYTES, ReadResult
-from kvcache.tiers.tier import Tier
+from kvcache.tiers.tier import GenerationFile, Tier
 from kvcache.unit import CacheUnit, Unit
 
 log = logging.getLogger(__name__)
 COUNT_EVERY_S = 5.0  # how often the records of the tiers are counted
+_CLOSE_S = 5.0  # for all threads to end: a disk may hang
 _FOLLOW_S = 0.002  # between two looks for what another rank is saving, or for the layers of a running step
 
-_Job = SaveJob | EarlySave | LoadJob | int | None  # an int is a generation to write; None ends a thread
+_Job = SaveJob | EarlySave | LoadJob | WriteGeneration | None  # None ends a thread
 
 
 class Units(NamedTuple):
@@ -87,6 +88,9 @@ class Tiers:
         oldest = tiers[-1].blocks  # the slowest tier outlives the others
         self._secret, self._generation = oldest.secret, oldest.generation
         self._ordered_generation = 0  # the newest one that began while this process runs
+        self._saved_generation = GenerationFile(
+            tiers[0], lambda: self._generation
+        )  # of the thread that saves
         self.peers: FetchesPrefixes | None = None
         self.prompt_token_s = 0.0  # time that a prompt's token adds to a step; 0 until it is measured
         self._done: deque[SaveJob | LoadJob | FetchJob] = deque()
@@ -104,10 +108,9 @@ class Tiers:
         self._follower = Thread(  # only ranks that expect requests need it
             target=self._follow, args=(make_units, enter_thread), name="kv-follow", daemon=True
         )
-        self._saved_to = tiers[0]  # by the thread that saves, until it fails
         self._disk_copies: DiskCopies | None = None
         if len(tiers) > 1:
-            self._disk_copies = DiskCopies(tiers[0], tiers[1], self, lambda tier: tier in self._tiers)
+            self._disk_copies = DiskCopies(tiers[0], tiers[1], self)
             self._threads.append(self._disk_copies.thread)
         for thread in self._threads:
             thread.start()
@@ -121,6 +124,10 @@ class Tiers:
     def generation(self) -> int:
         """The present generation of the records."""
         return self._generation
+
+    def is_on(self, tier: Tier) -> bool:
+        """Whether a tier has not failed."""
+        return tier in self._tiers
 
     def secret_of(self, generation: int) -> bytes:
         """Return the key of the hash of prefixes of a generation."""
@@ -231,9 +238,9 @@ class Tiers:
         self._generation = max(self._generation, generation)
         self._ordered_generation = max(self._ordered_generation, generation)
         # In threads, because a file may be slow. A tier that has failed forgets, too: the next start uses its file again.
-        self._jobs[1].put(self._generation)
+        self._jobs[1].put(WriteGeneration())
         if self._disk_copies is not None:
-            self._disk_copies.advance_to(self._generation)
+            self._disk_copies.write_generation()
 
     def note(self, **counts: float) -> None:
         """Add to counters of `TierFigures`."""
@@ -257,8 +264,9 @@ class Tiers:
         if self._disk_copies is not None:
             self._disk_copies.close()
         self._following.put(None)
+        until_s = time.monotonic() + _CLOSE_S
         for thread in self._threads:
-            thread.join(timeout=5)
+            thread.join(timeout=max(0.0, until_s - time.monotonic()))
 
     def _work(
         self,
@@ -267,16 +275,17 @@ class Tiers:
         enter_thread: Callable[[], None],
     ) -> None:
         units = _units(make_units, enter_thread)
-        early = self._early_saves(units) if jobs is self._jobs[1] else None
+        saves = jobs is self._jobs[1]
+        early = self._early_saves(units) if saves else None
         while (job := self._next_job(jobs, early)) is not None:
-            if isinstance(job, int):
-                if not self._saved_to.advance_to(job):
+            is_written = not saves or self._saved_generation.write()
+            if isinstance(job, WriteGeneration):
+                if not is_written:
                     jobs.put(job)
-                continue
-            if isinstance(job, SaveJob) or self._begin(job):
+            elif isinstance(job, SaveJob) or self._begin(job):
                 self._do(job, units, early)
             if jobs.empty():
-                for tier in self._tiers[:1] if jobs is self._jobs[1] else list(self._tiers):
+                for tier in self._tiers[:1] if saves else list(self._tiers):
                     self.count_records(tier)
                 self.on_idle()
         if early is not None:
@@ -306,7 +315,7 @@ class Tiers:
 
     def _next_job(
         self, jobs: "SimpleQueue[_Job]", early: EarlySaves | None
-    ) -> SaveJob | LoadJob | int | None:
+    ) -> SaveJob | LoadJob | WriteGeneration | None:
         """Return the next job. Until there is one, copy the layers that a running step has written."""
         while True:
             if early is not None:

@@ -54,7 +54,7 @@ from scheduler.step.parts import can_replay, open_dispatcher, open_forward, open
 from scheduler.step.runner import Runner
 from scheduler.weights.updates import RankWeights
 
-ADAPTERS_TIMEOUT_S = 60.0  # for reading the adapters that the others have
+ADAPTERS_TIMEOUT_S = 25.0  # for reading the adapters that the others have; the front waits for 30 s
 MOST_OF_AVAILABLE = 0.9  # share of free memory that experts of lost ranks may take
 _NO_EPOCH = -1
 
@@ -227,7 +227,7 @@ class Regrouping:
         try:
             self._check_room(order, wanted, ready)
             # The front has ordered them before it ordered the epoch. Without them, rows of other ranks would be wrong.
-            if parts.adapters is not None and not parts.adapters.wait_idle(ADAPTERS_TIMEOUT_S):
+            if parts.adapters is not None and not parts.adapters.wait_for_places(ADAPTERS_TIMEOUT_S):
                 raise CannotHoldError(
                     f"rank {parts.config.rank} could not read the adapters of the others within {ADAPTERS_TIMEOUT_S:g} s"
                 )

@@ -45,7 +45,8 @@ class AdapterLoads:
         self._changed = threading.Condition()
         self._orders: deque[AdapterOrder] = deque()
         self._read: list[PlacedAdapter] = []  # in order
-        self._is_reading = self._is_closed = False
+        self._reading: AdapterOrder | None = None
+        self._is_closed = False
         self._reader: threading.Thread | None = None
 
     @property
@@ -62,10 +63,14 @@ class AdapterLoads:
                 self._reader = threading.Thread(target=self._read_forever, name="adapter-reader", daemon=True)
                 self._reader.start()
 
-    def wait_idle(self, timeout_s: float) -> bool:
-        """Wait until the files of all orders so far have been read. Returns whether they have been within this time."""
+    def wait_for_places(self, timeout_s: float) -> bool:
+        """Wait until the adapters of all places have been read. Returns whether they have been within this time."""
         with self._changed:
-            return self._changed.wait_for(lambda: not (self._orders or self._is_reading), timeout_s)
+            return self._changed.wait_for(lambda: not self._has_places_to_read(), timeout_s)
+
+    def _has_places_to_read(self) -> bool:
+        orders = [*self._orders, *([] if self._reading is None else [self._reading])]
+        return any(order.place >= 0 for order in orders)
 
     def take(self, is_used: Callable[[int], bool]) -> None:
         """Put adapters at their places, except at those that requests of this rank still use. While no step runs."""
@@ -115,11 +120,10 @@ class AdapterLoads:
                 self._changed.wait_for(lambda: bool(self._orders) or self._is_closed)
                 if self._is_closed:
                     return
-                order = self._orders.popleft()
-                self._is_reading = True
+                self._reading = order = self._orders.popleft()
             placed = self._follow(order)
             with self._changed:
-                self._is_reading = False
+                self._reading = None
                 if placed is not None:
                     # A rank without an epoch may get many orders for a place. Only the newest counts.
                     self._read = [each for each in self._read if each.order.place != order.place]

@@ -31,7 +31,8 @@ data, read = bytes(range(256)) * 16, bytearray(4096)
 begun_s = time.perf_counter()
 try:
     store.write(b"k" * 16, [memoryview(data)], 7)
-    outcome = store.read(b"k" * 16, [memoryview(read)], lambda: 7 if bytes(read) == data else 8).name
+    take = lambda: 7 if bytes(read) == data else 8
+    outcome = store.read(b"k" * 16, [memoryview(read)], take, is_use=False).name
 except OSError as error:
     outcome = error.strerror
 print(outcome, time.perf_counter() - begun_s)

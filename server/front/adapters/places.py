@@ -399,8 +399,8 @@ class AdapterPlaces:
                 place.pending.discard(rank)
                 self._end_round(place)
 
-    def note_met(self) -> None:
-        """Stop waiting for ranks that have left an epoch. To be called when the others have met."""
+    def note_epochs(self) -> None:
+        """Stop waiting for ranks that no longer run steps. To be called when ranks have met or have stopped."""
         for place in self._places:
             self._end_round(place)
 

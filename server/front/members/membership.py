@@ -114,6 +114,7 @@ class Epochs:
         self._faults: dict[int, _Fault] = {}  # of this epoch
         self._given_up: set[int] = set()  # ranks with a closed stream that has not ended yet
         self._silent: dict[int, float] = {}  # by member that has not answered an order: its time limit
+        self._granted: dict[int, float] = {}  # by such a member: seconds that its limit has been extended by
         self._others_serve = others_serve
         self._release_s: float | None = (
             None  # time at which requests leave the ranks, unless the members meet before
@@ -143,7 +144,10 @@ class Epochs:
         """Ranks that may run steps without a further order, or with the steps of which this order ends an epoch."""
         if self.phase is Phase.STARTING:  # they meet without an order, or return to a restarted front
             return frozenset(self.ranks)
-        return frozenset((*self.members, *self._leaving))
+        members = (
+            () if self.phase is Phase.WAITING else self.members
+        )  # they follow an order before their next step
+        return frozenset((*members, *self._leaving))
 
     @property
     def absent(self) -> list[int]:
@@ -290,9 +294,14 @@ class Epochs:
         return _NOTHING
 
     def grant(self, extra_s: float) -> None:
-        """Extend the time limit of members that have not answered yet, because they have much to read."""
+        """Extend the time limit of members that have not answered yet, because they have much to read.
+
+        Retries extend it once: what was read before is not read again.
+        """
         for rank in self._silent:
-            self._silent[rank] += extra_s
+            granted_s = self._granted.get(rank, 0.0)
+            self._granted[rank] = max(granted_s, extra_s)
+            self._silent[rank] += self._granted[rank] - granted_s
 
     def take_regrouped(self, rank: int, number: int, now_s: float) -> None:
         """Record that a rank serves in an epoch. Ignored if the epoch is over."""
@@ -374,6 +383,7 @@ class Epochs:
         """Begin the next epoch with all attached ranks. A retry does not extend the time limits."""
         if not is_retry:
             self._silent.clear()
+            self._granted.clear()
         self._resumed_until_s, self.is_gathering = None, False
         self.number += 1
         self.members = tuple(sorted(self._attached))
@@ -382,7 +392,9 @@ class Epochs:
         stopped = tuple(rank for rank in self.members if rank in self._faults)
         self._faults.clear()
         for rank in self.members:
-            self._silent.setdefault(rank, now_s + self._regroup_timeout_s)
+            if rank not in self._silent:
+                self._silent[rank] = now_s + self._regroup_timeout_s
+                self._granted.pop(rank, None)
         return Effects(order=Epoch(self.number, self.members, tuple(self._leaving), stopped))
 
     @property

@@ -277,8 +277,8 @@ class Front:
                     service.requests.deliver(rank, outputs)
             case Heartbeat() | LoadReport() | ExpertMap() | PlacementUpdate() | Regrouped() | Fault():
                 self._pools[rank].receive(rank, message)
-                if isinstance(message, Regrouped):
-                    service.adapters.places.note_met()
+                if isinstance(message, Regrouped | Fault):
+                    service.adapters.places.note_epochs()
             case ExpertsRead(version, problem):
                 service.resize.take_read(rank, version, problem)
             case MemorySwitched(number):
@@ -393,6 +393,7 @@ class Front:
         else:
             self._service.resize.take_end(rank, reason)
             self._pools[rank].leader.lose(rank, reason)
+            self._service.adapters.places.note_epochs()
 
     def _fail_pool(self, pool: "PoolFront", reason: str) -> None:
         """End the service because a pool cannot serve, unless another one serves or may do so again."""

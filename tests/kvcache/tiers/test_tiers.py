@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvcache.paged_cache import LayerShape, PagedCache, StateShape
+from kvcache.tiers import tiers
 from kvcache.tiers.early import WrittenLayers
 from kvcache.tiers.jobs import LoadJob, SaveJob
 from kvcache.tiers.opening import Kinds, SharedStore, open_disk, open_host
@@ -318,6 +319,95 @@ def test_copies_to_the_disk_that_cannot_follow_are_counted_and_left_out(
     rank.until(lambda: rank.tiers.figures.disk_store_bytes == 2 * rank.units.blocks.num_bytes)
     assert not rank.tiers._tiers[1].blocks.has(key_of(2))
     rank.tiers.close()
+
+
+def test_a_flush_is_on_the_disk_before_the_copies_that_wait_and_ends_those_of_older_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Rank(disk=tmp_path / "kv")
+    disk, seen = rank.tiers._tiers[1].blocks, []
+    slow, write = SlowFile(disk, monkeypatch), disk.write
+
+    def write_and_note(key: bytes, *arguments: Any) -> bool:
+        seen.append((key, disk.generation))
+        return write(key, *arguments)
+
+    monkeypatch.setattr(disk, "write", write_and_note)
+    for number in (0, 1):
+        rank.do(SaveJob(number, key_of(number)))
+    assert slow.has_begun.wait(30)
+    rank.tiers.forget(5)
+    rank.do(SaveJob(2, key_of(2)))
+    slow.may_end.set()
+    rank.until(lambda: disk.has(key_of(2)))
+    assert seen == [(key_of(0), 0), (key_of(2), 5)]
+    rank.tiers.close()
+
+
+def test_a_sleeping_step_loop_learns_of_a_save_that_ends_before_a_flush(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, is_idle = SlowFile(rank.tiers._tiers[0].blocks, monkeypatch), Event()
+    rank.tiers.on_idle = is_idle.set
+    rank.tiers.save(save := SaveJob(0, key_of(0)))
+    assert slow.has_begun.wait(30)
+    rank.tiers.forget(5)
+    slow.may_end.set()
+    assert is_idle.wait(10) and rank.tiers.finished() == [save]
+
+
+def test_a_block_that_host_memory_replaced_before_its_copy_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Rank(disk=tmp_path / "kv", shapes=SHAPES[:1])
+    host, disk = (tier.blocks for tier in rank.tiers._tiers)
+    slow = SlowFile(disk, monkeypatch)
+    for number in (0, 1, 2):
+        rank.do(SaveJob(number, key_of(number)))
+    assert slow.has_begun.wait(30)
+    place, _ = host._find(key_of(1)) or (-1, 0)
+    host._write_entry(place, host._entry(place)._replace(key=key_of(7)))
+    slow.may_end.set()
+    rank.until(lambda: disk.has(key_of(2)))
+    assert rank.tiers.figures.num_dropped == 1 and not disk.has(key_of(1))
+    rank.tiers.close()
+
+
+def test_the_time_of_copies_to_the_disk_counts_as_stores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Rank(disk=tmp_path / "kv")
+    slow = SlowFile(rank.tiers._tiers[1].blocks, monkeypatch)
+    rank.do(SaveJob(0, key_of(0)))
+    assert slow.has_begun.wait(30)
+    time.sleep(0.1)
+    slow.may_end.set()
+    rank.until(lambda: rank.tiers.figures.store_s >= 0.1)
+    assert rank.tiers.figures.disk_store_s >= 0.1
+    rank.tiers.close()
+
+
+def test_closing_does_not_wait_for_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiers, "_CLOSE_S", 0.1)
+    rank = Rank(host_bytes=0, disk=tmp_path / "kv")
+    slow = SlowFile(rank.tiers._tiers[0].blocks, monkeypatch)
+    rank.tiers.save(SaveJob(0, key_of(0)))
+    assert slow.has_begun.wait(30)
+    begun_s = time.monotonic()
+    rank.tiers.close()
+    assert time.monotonic() - begun_s < 4
+    slow.may_end.set()
+
+
+def test_a_tier_that_is_too_small_names_the_size_to_give(tmp_path: Path) -> None:
+    """The states are the larger part here, so their share decides."""
+    shapes = [SHAPES[0], LayerShape(state=StateShape(tail=(3, 4), recurrent=(200, 64)))]
+    with pytest.raises(StoreError, match=r"--kv-offloading-size: 0\.5 MiB are too few .* at least 3 MiB"):
+        Rank(host_bytes=1 << 19, shapes=shapes)
+    Rank(host_bytes=3 << 20, shapes=shapes).tiers.close()
+    with pytest.raises(StoreError, match=r"--kv-offloading-disk-size: 1\.0 MiB are too few"):
+        Rank(disk=tmp_path / "kv", shapes=shapes)
+    assert not (tmp_path / "kv").exists()
 
 
 def test_a_flush_does_not_wait_for_a_file_that_is_written(

@@ -46,11 +46,21 @@ def test_a_rank_without_an_epoch_keeps_only_the_newest_order_of_each_place(loads
     orders = [(1, 0, "a"), (2, 1, "b"), (3, 0, ""), (4, 0, "c")]
     for number, place, digest in orders:
         loads.order(AdapterOrder(number, place, digest, digest))
-    assert not loads.wait_idle(0.0), "they have not been read"
+    assert not loads.wait_for_places(0.0), "they have not been read"
     bank.gate.set()
-    assert loads.wait_idle(TIMEOUT_S)
+    assert loads.wait_for_places(TIMEOUT_S)
     loads.take(lambda _place: False)
     assert bank.placed == [(1, "b"), (0, "c")] and [each.number for each in reports] == [2, 4]
+
+
+def test_a_rank_that_joins_others_does_not_wait_for_adapters_without_a_place(loads: AdapterLoads) -> None:
+    bank: Any = loads._bank
+    loads.order(AdapterOrder(1, -1, "a", "a"))
+    assert loads.wait_for_places(TIMEOUT_S)
+    loads.order(AdapterOrder(2, 0, "b", "b"))
+    assert not loads.wait_for_places(0.0)
+    bank.gate.set()
+    assert loads.wait_for_places(TIMEOUT_S)
 
 
 def test_a_rank_that_has_not_read_the_adapters_of_the_others_does_not_join_them(
@@ -73,5 +83,5 @@ def test_a_rank_that_has_not_read_the_adapters_of_the_others_does_not_join_them(
     with pytest.raises(CannotHoldError, match="rank 0 could not read the adapters"):
         regrouping._hold(order)
     bank.gate.set()
-    assert loads.wait_idle(TIMEOUT_S)
+    assert loads.wait_for_places(TIMEOUT_S)
     regrouping._hold(order)

@@ -488,7 +488,7 @@ async def test_places_change_while_a_rank_waits_for_an_epoch(tmp_path: Path) -> 
     in_epochs.add(4)
     assert await service.admitted(a, "3") is None, "a rank that runs steps is waited for"
     in_epochs.remove(4)
-    service.adapters.places.note_met()
+    service.adapters.places.note_epochs()
     await service.settle()
     assert service.admit(a, "3") == 0, "a rank that a resize has let go is not"
 
