@@ -8,7 +8,10 @@ A third one marks a rank that a resize adds: it does not belong to the service y
 
 import contextlib
 import json
+import os
 import time
+from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # the variable in which torchrun gives every worker its file
@@ -33,12 +36,13 @@ def read_failure(path: Path) -> str | None:
 
 
 def first_failure(directory: Path) -> str | None:
-    """Return the sentence of the first process that failed, from all files below `directory`; None without failures."""
+    """Return the sentence of the first process that failed, from the folder of a launcher; None without failures."""
     failures = []
-    for path in directory.glob("**/error.json"):
+    for path in _files(directory, "error.json"):
         if (path.parent / _JOINING).exists():
             continue
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # half-written, or by another program
+        # Removed meanwhile, half-written, or by another program.
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             content = json.loads(path.read_bytes())
             failures.append((int(content["time_ns"]), str(content["message"]["message"])))
     return min(failures)[1] if failures else None
@@ -60,5 +64,22 @@ def write_absence(path: Path, rank: int, text: str) -> None:
 
 
 def absences(directory: Path) -> list[str]:
-    """Return the reason of each rank that stays away, from all files below `directory`."""
-    return [path.read_text() for path in sorted(directory.glob(f"**/{_ABSENCES}"))]
+    """Return the reason of each rank that stays away, from the folder of a launcher."""
+    found = []
+    for path in sorted(_files(directory, _ABSENCES)):
+        with contextlib.suppress(FileNotFoundError):
+            found.append(path.read_text())
+    return found
+
+
+def _files(directory: Path, pattern: str) -> Iterator[Path]:
+    """Yield the files of a name in a folder and its subfolders, which may be removed meanwhile.
+
+    Deeper folders have no such files. A front keeps files there that come and go, perhaps many.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        entries = list(os.scandir(directory))
+        for folder in (directory, *(Path(entry.path) for entry in entries if entry.is_dir())):
+            with contextlib.suppress(FileNotFoundError):
+                names = os.listdir(folder)
+                yield from (folder / name for name in names if fnmatch(name, pattern))

@@ -25,7 +25,7 @@ def test_every_stream_moves_at_every_drain_and_keeps_its_answer(
     model = write_tiny_model(tmp_path / "tiny")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 4096}))
-    words = [str(model), "--streams=1,3", "--prompt-tokens=40", "--tokens=600", "--rounds=2"]
+    words = [str(model), "--streams=1,3", "--prompt-tokens=40", "--tokens=1200", "--rounds=2"]
     assert drain.main(words) == 0
     *_, told = capsys.readouterr().out.splitlines()
     rows = json.loads(told)["rows"]

@@ -1,6 +1,12 @@
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from server.serve.error_file import FIRST, first_failure, write_failure
+import pytest
+
+from server.serve.error_file import FIRST, absences, first_failure, write_absence, write_failure
 
 
 def test_a_failure_is_read_back(tmp_path: Path) -> None:
@@ -25,6 +31,27 @@ def test_the_first_of_several_failures_is_the_cause(tmp_path: Path) -> None:
             '{"half',
         )
     ):
-        (tmp_path / "attempt_0" / str(rank)).mkdir(parents=True)
-        (tmp_path / "attempt_0" / str(rank) / "error.json").write_text(text)
+        (tmp_path / f"rank_{rank}").mkdir()
+        (tmp_path / f"rank_{rank}" / "error.json").write_text(text)
     assert first_failure(tmp_path) == "first"
+
+
+def test_folders_that_come_and_go_are_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A front removes the files of an update, and the launcher those of a rank that left."""
+    for name in ("rank_0", "rank_1", "rank_0/kept/weights/1"):
+        (tmp_path / name).mkdir(parents=True, exist_ok=True)
+    write_absence(tmp_path / "rank_0" / "error.json", 0, "too little memory")
+
+    def vanishing(look: Callable[..., Any]) -> Callable[..., Any]:
+        def look_later(path: Any = ".") -> Any:
+            if not isinstance(path, int) and Path(path).name in ("rank_1", "weights"):
+                shutil.rmtree(path, ignore_errors=True)
+            return look(path)
+
+        return look_later
+
+    for name in ("scandir", "listdir"):
+        monkeypatch.setattr(os, name, vanishing(getattr(os, name)))
+    assert absences(tmp_path) == ["too little memory"]
+    assert first_failure(tmp_path) is None and not (tmp_path / "rank_1").exists()
+    assert first_failure(tmp_path / "rank_1") is None == first_failure(tmp_path / "rank_1" / "none")
