@@ -10,13 +10,14 @@ the standby's front ends the other one. Rejected: a majority of nodes, which a s
 """
 
 import contextlib
+import errno
 import json
 import os
 import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,6 +48,8 @@ RETRY_S = 0.1
 _FRONT_S = 0.5  # for the leading front to accept a connection
 _FIRST, _TAKEN_OVER = "first.json", "taken_over"  # in the standby's folder, next to the copies
 _PARTIAL = "partial_copy"
+# Errors of this machine while it connects. They do not show that the other one is gone.
+_OWN_ERRORS = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL})
 
 
 class FirstFront(NamedTuple):
@@ -90,6 +93,7 @@ class Following:
     ) -> None:
         """`silence_s`: how long the other node's kernel may leave probes unanswered; 0 disables the probes."""
         self._first, self._copies, self._key = first, copies, cluster_key
+        self._agent: list[Endpoint] = []  # addresses of torchrun's agent, as last resolved
         self._silence_s = silence_s
         self._call: grpc.Call | None = None
         self._is_stopped, self._was_silent = threading.Event(), threading.Event()
@@ -105,7 +109,7 @@ class Following:
                 timeout_s = _SILENT_AGENT_S if self._was_silent.is_set() else AGENT_S
                 self._was_silent.clear()
                 while not self._is_stopped.is_set():
-                    if (why := why_lost(self._first.store, timeout_s)) is not None:
+                    if (why := why_lost(self._agent or [self._first.store], timeout_s)) is not None:
                         return why
                     timeout_s = AGENT_S
                     with contextlib.suppress(LinkError):
@@ -124,6 +128,8 @@ class Following:
 
     def _follow_once(self, say: Callable[[str], None]) -> bool:
         """Copy until the connection breaks. Returns whether the service ends."""
+        # A name may not be resolved later, although the node is there, or because it is gone.
+        self._agent = addresses_of(self._first.store) or self._agent
         handshake = Handshake(self._key)
         sent: queue.SimpleQueue[object] = queue.SimpleQueue()
         sent.put(Follow(self._copies.files()))
@@ -165,13 +171,31 @@ def _until_none(sent: "queue.SimpleQueue[object]") -> Iterator[object]:
         yield message
 
 
-def why_lost(store: Endpoint, timeout_s: float = AGENT_S) -> str | None:
-    """Return why torchrun's agent on the leading front's node counts as gone, or None if it is there."""
+def addresses_of(store: Endpoint) -> list[Endpoint]:
+    """Return the addresses of a host name; none if it cannot be resolved now."""
     try:
-        socket.create_connection(store, timeout=timeout_s).close()
-    except OSError as error:
-        return f"torchrun does not answer at {store}: {error.strerror or error}"
-    return None
+        found = socket.getaddrinfo(store.host, store.port, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return [Endpoint(str(address[0]), store.port) for *_, address in found]
+
+
+def why_lost(addresses: Sequence[Endpoint], timeout_s: float = AGENT_S) -> str | None:
+    """Return why torchrun's agent on the leading front's node counts as gone, or None if it may be there.
+
+    It is gone if it answers at none of its addresses. An error of this machine does not count.
+    """
+    problems = []
+    for address in addresses:
+        try:
+            socket.create_connection(address, timeout=timeout_s).close()
+        except OSError as error:
+            if error.errno in _OWN_ERRORS or isinstance(error, socket.gaierror):
+                return None
+            problems.append(f"torchrun does not answer at {address}: {error.strerror or error}")
+        else:
+            return None
+    return "; ".join(problems)
 
 
 def end_first(first: FirstFront, cluster_key: bytes | None) -> bool:

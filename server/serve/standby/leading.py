@@ -75,6 +75,8 @@ class KeptFiles:
         self._marks: list[int] = []  # to be sent behind the files
         self._newest_mark = 0
         self._waits: dict[int, asyncio.Future[None]] = {}  # by mark
+        self._first_mark = 0  # the one behind all files with which the present stream begins
+        self._has_all = False  # whether the standby has answered it
         self._is_over = False
         asyncio.get_running_loop().add_reader(self._watch.fd, self._look)
 
@@ -87,7 +89,6 @@ class KeptFiles:
             task.cancel()
         self._begin(stream)
         self._stream = stream
-        self._note("standby_follows", "the standby follows")
         self._tasks = tasks = [
             asyncio.create_task(self._send(stream)),
             asyncio.create_task(self._read(stream)),
@@ -115,17 +116,21 @@ class KeptFiles:
         if self._stream is None:
             return
         self._look()
-        self._newest_mark += 1
-        mark = self._newest_mark
+        mark = self._mark()
         self._waits[mark] = asyncio.get_running_loop().create_future()
-        self._marks.append(mark)
-        self._changed.set()
         try:
             await asyncio.wait_for(self._waits[mark], COPY_TIMEOUT_S)
         except TimeoutError:
             _LOG.warning("the standby has not written its copies within %g s", COPY_TIMEOUT_S)
         finally:
             self._waits.pop(mark, None)
+
+    def _mark(self) -> int:
+        """Send a mark behind the files that have changed, and return it."""
+        self._newest_mark += 1
+        self._marks.append(self._newest_mark)
+        self._changed.set()
+        return self._newest_mark
 
     def end(self) -> None:
         """Announce that the service ends, so that it does not take over."""
@@ -151,7 +156,8 @@ class KeptFiles:
                 self._is_new[path] = True
             else:
                 self._sent[path] = _Sent(found.st_ino, found.st_size)
-        self._changed.set()
+        self._marks.clear()
+        self._first_mark, self._has_all = self._mark(), False
 
     def _look(self) -> None:
         """Take the kernel's reports."""
@@ -170,10 +176,14 @@ class KeptFiles:
             return
         self._stream = None
         self._release()
-        if not self._is_over:
-            text = "the standby is lost; unless it reconnects, the loss of HEAD ends the service"
-            _LOG.warning(text)
+        if self._is_over:
+            return
+        text = "the standby is lost; unless it reconnects, the loss of HEAD ends the service"
+        if self._has_all:
             self._note("standby_lost", text)
+        else:  # it tries again every second
+            text = "the standby is lost before it had all copies; see its log for the reason"
+        _LOG.warning(text)
 
     def _release(self) -> None:
         for wait in self._waits.values():
@@ -184,6 +194,9 @@ class KeptFiles:
         async for message in stream.received():
             if not isinstance(message, Copied):
                 raise ValueError(f"unexpected {type(message).__name__}")
+            if message.number == self._first_mark:
+                self._has_all = True
+                self._note("standby_follows", "the standby follows, and has all copies")
             wait = self._waits.get(message.number)
             if wait is not None and not wait.done():
                 wait.set_result(None)

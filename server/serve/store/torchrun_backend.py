@@ -20,6 +20,7 @@ It differs from c10d's own backend in three more points:
 Rejected: an encoding other than pickle (the handler itself pickles, and its classes are private).
 """
 
+import atexit
 import contextlib
 import copy
 import hmac
@@ -61,6 +62,7 @@ JOIN_S = 600  # c10d's default join_timeout
 # Number of foreign values, instead of states, that are tolerated; nodes with different keys write one per second.
 MOST_FOREIGN = 20
 _LOOK_S = 0.5
+_END_S = 2.0  # for a look at the store
 _NOTHING = b"Y2FuaW1hZGFt"  # c10d's value for a missing state
 # The handler's own classes and those of their fields. Containers and numbers need no class.
 _STATE = ("torch.distributed.elastic.rendezvous.dynamic_rendezvous", "_RendezvousState")
@@ -227,7 +229,9 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
     if has_others:
         own = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
         watched = StateBackend(own, params.run_id, key, tells=False)
-        threading.Thread(target=_name_those_here, args=(watched, params.min_nodes), daemon=True).start()
+        naming = NodeNaming(watched, params.min_nodes)
+        naming.start()
+        atexit.register(naming.end)
     open_standby = None
     if standby is not None:
         hosted = _host_standby(standby) if has_endpoint(standby.host) else None
@@ -341,14 +345,27 @@ def _await_endpoint(params: RendezvousParameters) -> None:
         raise RendezvousConnectionError(str(error)) from error
 
 
-def _name_those_here(backend: StateBackend, num_nodes: int) -> None:
-    """Log which nodes have joined, and every change, until all have."""
-    begun_s, said = time.monotonic(), list[str]()
-    while (here := _nodes_here(backend)) is not None:
-        if here and here != said and time.monotonic() - begun_s > SAY_AFTER_S:
-            _say(f"waiting for {who_is_here(here, num_nodes)}; run the same command there")
-            said = here
-        time.sleep(_LOOK_S)
+class NodeNaming(threading.Thread):
+    """Logs which nodes have joined, and every change, until all have."""
+
+    def __init__(self, backend: StateBackend, num_nodes: int) -> None:
+        super().__init__(name="node-naming", daemon=True)
+        self._backend, self._num_nodes = backend, num_nodes
+        self._is_over = threading.Event()
+
+    def run(self) -> None:
+        """Look at the rendezvous now and then."""
+        begun_s, said = time.monotonic(), list[str]()
+        while not self._is_over.is_set() and (here := _nodes_here(self._backend)) is not None:
+            if here and here != said and time.monotonic() - begun_s > SAY_AFTER_S:
+                _say(f"waiting for {who_is_here(here, self._num_nodes)}; run the same command there")
+                said = here
+            self._is_over.wait(_LOOK_S)
+
+    def end(self) -> None:
+        """End the thread. If it were in the store when the interpreter ends, it would abort the process."""
+        self._is_over.set()
+        self.join(_END_S)
 
 
 def _nodes_here(backend: StateBackend) -> list[str] | None:

@@ -1,6 +1,7 @@
 """torchrun's rendezvous backend `wideep`: it names missing nodes, in any order of arrival; then it is c10d's."""
 
 import concurrent.futures
+import threading
 
 import pytest
 from torch.distributed.elastic.rendezvous import (
@@ -102,3 +103,26 @@ def test_a_standby_that_cannot_be_one_is_refused(
     )
     with pytest.raises(RendezvousError, match=says):
         torchrun_backend.create(parameters(free_port(), is_host="1"))
+
+
+def test_the_thread_that_names_nodes_is_not_in_the_store_when_the_interpreter_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A daemon thread that returns from the store's C++ code then aborts the process."""
+    monkeypatch.setattr(torchrun_backend, "_LOOK_S", 3600.0)
+    looks: list[bool] = []
+
+    class Slow:
+        def get_state(self) -> None:
+            looks.append(False)
+            has_begun.set()
+            may_end.wait(20)
+            looks[-1] = True
+
+    has_begun, may_end = threading.Event(), threading.Event()
+    naming = torchrun_backend.NodeNaming(Slow(), 2)  # type: ignore[arg-type]
+    naming.start()
+    assert has_begun.wait(20)
+    threading.Timer(0.05, may_end.set).start()
+    naming.end()
+    assert not naming.is_alive() and looks == [True]

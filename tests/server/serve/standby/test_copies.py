@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import functools
 import os
 import socket
@@ -310,7 +311,7 @@ async def test_one_short_attempt_to_connect_confirms_that_a_silent_machine_is_lo
 async def test_a_stream_that_is_cancelled_twice_is_noted_as_lost(tmp_path: Path) -> None:
     """gRPC may cancel it at the end of the connection, and again when the server stops."""
     leading = Leading(tmp_path / "first")
-    silent = Mock(first=Follow([]), send=AsyncMock(), received=lambda: _silence())
+    silent = Mock(first=Follow([]), send=AsyncMock(), received=lambda: _silence(Copied(1)))
     serving = asyncio.create_task(leading.files.serve(silent))
     await until(lambda: leading.events == ["standby_follows"])
     for _ in range(2):
@@ -337,9 +338,10 @@ async def test_an_error_that_ends_a_stream_is_logged_unless_it_is_grpc_s(
     await leading.close()
 
 
-async def _silence() -> AsyncIterator[object]:
+async def _silence(*messages: object) -> AsyncIterator[object]:
+    for message in messages:
+        yield message
     await asyncio.Event().wait()
-    yield None
 
 
 @with_and_without_key
@@ -431,14 +433,78 @@ def test_a_node_is_lost_if_torchrun_refuses_connections_or_does_not_answer(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as agent:
         endpoint = Endpoint("127.0.0.1", agent.getsockname()[1])
-        assert why_lost(endpoint) is None
-    assert "refused" in str(why_lost(endpoint)).lower()
+        assert why_lost([endpoint]) is None
+        assert why_lost([Endpoint("127.0.0.1", 9), endpoint]) is None, "one of its addresses answers"
+    assert "refused" in str(why_lost([endpoint])).lower()
 
     def no_answer(*_: object, **__: object) -> socket.socket:
         raise TimeoutError("timed out")
 
     monkeypatch.setattr(socket, "create_connection", no_answer)
-    assert "timed out" in str(why_lost(endpoint))
+    assert "timed out" in str(why_lost([endpoint]))
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EMFILE, "Too many open files"), socket.gaierror(-3, "Temporary failure")]
+)
+def test_an_error_of_this_machine_is_no_loss_of_the_other_one(
+    error: OSError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "create_connection", Mock(side_effect=error))
+    assert why_lost([Endpoint("head", 29400)]) is None
+
+
+@in_a_loop
+async def test_the_node_s_address_is_known_when_its_name_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its record may be removed with the node, as in Kubernetes."""
+    leading = Leading(tmp_path / "first")
+    leading.first = leading.first._replace(store=Endpoint("localhost", leading.first.store.port))
+    await leading.serve()
+    standby = Standby(leading.first, tmp_path / "copies")
+    await until(lambda: leading.events == ["standby_follows"])
+    resolve = socket.getaddrinfo
+
+    def resolve_numbers(host: str, *arguments: Any, **options: Any) -> Any:
+        if host == "localhost":
+            raise socket.gaierror(-2, "Name not known")
+        return resolve(host, *arguments, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve_numbers)
+    await leading.close()
+    async with asyncio.timeout(WITHIN_S):
+        why = await standby.lost
+    assert why is not None and "torchrun does not answer at 127.0.0.1:" in why
+
+
+@in_a_loop
+async def test_a_standby_follows_when_it_has_all_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_write, full, take = (
+        threading.Event(),
+        OSError(errno.ENOSPC, "No space left on device"),
+        FileCopies.take,
+    )
+
+    def take_later(self: FileCopies, message: Any) -> None:
+        if not may_write.is_set():
+            raise full
+        take(self, message)
+
+    monkeypatch.setattr(FileCopies, "take", take_later)
+    leading = Leading(tmp_path / "first")
+    (leading.folder / "file").write_text("1")
+    await leading.serve()
+    standby = Standby(leading.first, tmp_path / "copies")
+    await until(lambda: len(standby.said) >= 2)
+    assert leading.events == [] and "No space left on device" in standby.said[0]
+    may_write.set()
+    await until(lambda: leading.events == ["standby_follows"])
+    assert contents(leading.folder) == contents(standby.copies.folder)
+    await standby.close()
+    await leading.close()
 
 
 @pytest.mark.parametrize(
