@@ -97,17 +97,20 @@ class FolderWatch:
         if found < 0 and path and ctypes.get_errno() in (2, 20):  # it was removed or replaced by a file
             return
         self._paths[_checked(found, self._folder / path)] = path
-        for entry in list(os.scandir(self._folder / path)):
+        for entry in self._entries(path):
             inner = os.path.join(path, entry.name)
             if entry.is_dir(follow_symlinks=False) and inner not in self._left_out:
                 self._add(inner)
 
-    def _files_of(self, path: str) -> Iterator[str]:
+    def _entries(self, path: str) -> list[os.DirEntry[str]]:
+        """Return what a folder has; nothing if it was removed meanwhile."""
         try:
-            entries = list(os.scandir(self._folder / path))
-        except FileNotFoundError:
-            return
-        for entry in entries:
+            return list(os.scandir(self._folder / path))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def _files_of(self, path: str) -> Iterator[str]:
+        for entry in self._entries(path):
             inner = os.path.join(path, entry.name)
             if entry.is_dir(follow_symlinks=False):
                 if inner not in self._left_out:

@@ -264,8 +264,13 @@ def signal_children_of(pid: int, number: signal.Signals) -> None:
 
 def children_of(pid: int) -> frozenset[int]:
     """Return the pids of a process's children, including unreaped ones."""
-    tasks = Path(f"/proc/{pid}/task").glob("*/children")  # a child is listed under the thread that started it
-    return frozenset(int(child) for task in tasks for child in task.read_text().split())
+    found: set[int] = set()
+    for task in list(
+        Path(f"/proc/{pid}/task").iterdir()
+    ):  # a child is listed under the thread that started it
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
+            found.update(map(int, (task / "children").read_text().split()))
+    return frozenset(found)
 
 
 def ended_children(*, spared: frozenset[int]) -> list[int]:

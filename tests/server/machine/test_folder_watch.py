@@ -1,7 +1,9 @@
 """The watch reports files that changed below a folder."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,6 +45,22 @@ def test_a_file_in_a_later_folder_is_reported(watch: FolderWatch, tmp_path: Path
     assert watch.take().is_new["b/c/first"]
     (inner / "second").write_text("1")
     assert watch.take().is_new == {"b/c/second": True}
+
+
+def test_a_folder_that_is_removed_while_it_is_added_loses_no_other_report(
+    watch: FolderWatch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scandir = os.scandir
+
+    def remove_first(path: Any) -> Any:
+        if Path(path).name == "short":
+            Path(path).rmdir()
+        return scandir(path)
+
+    (tmp_path / "short").mkdir()
+    (tmp_path / "a" / "new").touch()
+    monkeypatch.setattr(os, "scandir", remove_first)
+    assert watch.take().is_new == {"a/new": True}
 
 
 def test_a_folder_that_is_left_out_is_not_reported(watch: FolderWatch, tmp_path: Path) -> None:

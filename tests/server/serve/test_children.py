@@ -6,8 +6,10 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -142,6 +144,31 @@ def test_stop_signals_become_readable_and_are_given_back() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         assert select.select([stop_signals.fd], [], [], 5)[0]
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_thread_that_ends_meanwhile_hides_no_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        has_begun.set()
+        may_end.wait(20)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    read, child = Path.read_text, subprocess.Popen(["sleep", "60"])
+
+    def read_later(path: Path, *arguments: Any, **options: Any) -> str:
+        if path.parent.name == str(thread.native_id):
+            may_end.set()
+            thread.join()
+            while path.parent.exists():
+                time.sleep(0.001)
+        return read(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "read_text", read_later)
+    assert has_begun.wait(20) and child.pid in children_of(os.getpid())
+    child.kill()
+    child.wait()
 
 
 def test_orphans_that_do_not_end_are_killed_and_the_spared_are_not() -> None:
