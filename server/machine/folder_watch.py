@@ -64,6 +64,8 @@ class FolderWatch:
                 name = content[at + _EVENT.size : at + _EVENT.size + num_bytes].rstrip(b"\0").decode()
                 at += _EVENT.size + num_bytes
                 is_overrun |= self._take(watch, mask, name, is_new)
+        if is_overrun:  # perhaps of new folders
+            self._add("")
         return Changes(is_new, is_overrun)
 
     def _read(self) -> bytes:

@@ -17,7 +17,7 @@ import logging
 import time
 import uuid
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from expert_placement.placement import Placement
@@ -143,6 +143,8 @@ class Resize:
         self._timeout_s, self._why_not, self._why_not_now = timeout_s, why_not, why_not_now
         self._all_follow, self._impossible, self._on_size = all_follow, impossible, on_size
         self._events, self._clock = events or EventLog(), clock
+        # Waits until the standby has the record: ranks of another number could not attach to it.
+        self.until_copied: Callable[[], Awaitable[None]] = _do_not_wait
         self.processes: RankProcesses = NoProcesses()
         self.num_ranks = pool.epochs.num_ranks  # effective: changes when all members of a resize have met
         self.num_ended = Counter[ResizePhase]()  # operations since the start
@@ -415,8 +417,11 @@ class Resize:
     async def _commit(self, operation: Operation) -> None:
         pool, target = self._pool, self._target
         assert target is not None, "it was planned"
-        operation.phase, operation.stage = ResizePhase.COMMITTING, "all ranks to meet"
+        operation.phase = ResizePhase.COMMITTING
         self._record.write(self.num_ranks, operation, pool.home)
+        await self.until_copied()
+        # Ranks may have been lost meanwhile.
+        await self._until(operation, "all ranks to meet", lambda: pool.epochs.came >= {*operation.coming()})
         self._ranks.resize(operation.former, operation.wanted)
         pool.leader.resize(target)
         while pool.epochs.is_resizing:
@@ -469,3 +474,7 @@ class Resize:
         self._ranks.resize(self.num_ranks, self.num_ranks)
         self._on_size(self.num_ranks, self.num_ranks)
         self.processes.keep(self.num_ranks)
+
+
+async def _do_not_wait() -> None:
+    """Do nothing: no standby has copies."""

@@ -109,7 +109,8 @@ class Front:
         self._lost: Sequence[int] = ()  # ranks that were lost with the front before this one
         if files is not None:
             ranks.on_follow = files.serve
-            files.on_replaced = lambda: self._fail(_REPLACED)
+            files.on_replaced = self._end_replaced
+            service.resize.until_copied = files.wait_until_copied
         self._service, self._http = service, http
         self._ending, self._joined = ending, joined
         self._nodes = Nodes([each.pool for each in service.pools])
@@ -119,6 +120,7 @@ class Front:
         self._pools = {rank: pool for pool in service.pools for rank in pool.pool.ranks}  # by rank
         self._fatal: str | None = None
         self._is_closing = False  # open requests have ended; responses may still be in flight
+        self._is_replaced = False  # by the standby, after the link between the nodes was cut
         for each in service.pools if service.leads else ():
             each.lead(service.requests, self._fail_pool)
         service.weights.on_ready = lambda rank: self._join(ranks.attached[rank].facts)
@@ -218,11 +220,22 @@ class Front:
         for pool in self._service.pools:
             pool.leader.close()
         if self._ending.now.is_set():
-            self._ranks.stop()
+            self._stop_ranks()
         self._service.requests.fail_all(ApiError(503, self._fatal or "The service is stopping."))
         self._http.stop(grace_s)
         await asyncio.wait([serving])
-        self._ranks.stop()
+        self._stop_ranks()
+
+    def _end_replaced(self) -> None:
+        """End after the standby has taken over, with the ranks of this node. The others go on to the standby's front."""
+        self._is_replaced = True
+        self._fail(_REPLACED)
+
+    def _stop_ranks(self) -> None:
+        if self._is_replaced and self._files is not None:
+            self._ranks.retire([rank for rank in self._ranks.attached if rank in self._files.near])
+        else:
+            self._ranks.stop()
 
     async def _close_following(self, serving: "asyncio.Task[None]", grace_s: float) -> None:
         """End requests and responses, and keep the links until the leading front has stopped the ranks."""

@@ -197,6 +197,7 @@ async def _run(
                 ranks.resize(record.num_ranks, record.num_ranks)
                 metrics.grow(record.num_ranks)
             ranks.use_token(token)
+            await slow.until_files_are_free(options.http, options.engine.front_recovery_timeout_s)
         elif place.has_other_nodes:
             fronts = await _find_fronts(place.kept, ending)
             if fronts is None:
@@ -312,6 +313,10 @@ def bind_http(host: str, port: int, *, is_shared: bool = False, listens: bool = 
         listener.bind(address)
         if listens:
             listener.listen(_BACKLOG)  # immediately: bind alone does not reserve a port that allows reuse
+        else:
+            listener.setsockopt(
+                socket.SOL_SOCKET, socket.SO_REUSEADDR, 0
+            )  # reserves it until this process listens
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRINUSE:

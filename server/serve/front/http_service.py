@@ -7,6 +7,7 @@ import asyncio
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from starlette.types import ASGIApp
 from server.api.anthropic.messages import messages_routes
 from server.api.ollama.routes import ollama_routes
 from server.api.openai.batches.batch_store import BatchStore
-from server.api.openai.batches.file_store import FileStore
+from server.api.openai.batches.file_store import FileStore, is_in_use
 from server.api.openai.batches.routes import batch_routes, file_routes
 from server.api.openai.batches.runs import BatchRuns, LinePlaces
 from server.api.openai.chat import chat_routes
@@ -73,6 +74,7 @@ from server.serve.standby.leading import CopiedFirst, KeptFiles
 
 # The name is SGLang's, so that scripts written for it find their files.
 _RECORD_VARIABLE = "SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR"
+_LOOK_S = 0.5
 _LOG = logging.getLogger("wideep.front")
 
 
@@ -370,6 +372,16 @@ def _steps(ranks: Ranks) -> dict[int, int]:
     """Return the last reported step of each attached rank."""
     told = {rank: stream.stats for rank, stream in ranks.attached.items()}
     return {rank: stats.step for rank, stats in told.items() if stats is not None}
+
+
+async def until_files_are_free(http: HttpOptions, timeout_s: float) -> None:
+    """Wait until the lost node of the leading front no longer holds --files-dir: a file server may keep its locks for a while."""
+    until_s, has_said = time.monotonic() + timeout_s, False
+    while http.files_dir is not None and is_in_use(Path(http.files_dir)) and time.monotonic() < until_s:
+        if not has_said:
+            _LOG.warning("waiting for --files-dir %s, which the lost node still holds", http.files_dir)
+            has_said = True
+        await asyncio.sleep(_LOOK_S)
 
 
 def _file_store(http: HttpOptions, keys: ApiKeys, kept: Path, clock: SteadyClock) -> FileStore:

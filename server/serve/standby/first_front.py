@@ -45,6 +45,7 @@ from server.serve.store.meeting import Endpoint
 AGENT_S = 2.0  # for torchrun's agent to accept a connection; its kernel does that even if the machine is busy
 _SILENT_AGENT_S = 0.5  # the same, right after that machine has left probes unanswered for seconds
 RETRY_S = 0.1
+_PAUSE_S = 1.0  # after an error that probably recurs
 _FRONT_S = 0.5  # for the leading front to accept a connection
 _FIRST, _TAKEN_OVER = "first.json", "taken_over"  # in the standby's folder, next to the copies
 _PARTIAL = "partial_copy"
@@ -96,6 +97,8 @@ class Following:
         self._agent: list[Endpoint] = []  # addresses of torchrun's agent, as last resolved
         self._silence_s = silence_s
         self._call: grpc.Call | None = None
+        self.has_copies = False  # all that the leading front had at some time
+        self._said = ""
         self._is_stopped, self._was_silent = threading.Event(), threading.Event()
 
     def follow(self, say: Callable[[str], None]) -> str | None:
@@ -138,11 +141,14 @@ class Following:
             self._call = call = attach(
                 handshake.seal(_until_none(sent)), metadata=handshake.metadata(self._first.token)
             )
+            if self._is_stopped.is_set():  # before there was a call to cancel
+                call.cancel()
             try:
                 for message in handshake.open(call):
                     if isinstance(message, ServiceEnds):
                         return True
                     if isinstance(message, Copied):
+                        self.has_copies = True
                         sent.put(message)
                     else:
                         self._copies.take(message)
@@ -150,14 +156,20 @@ class Following:
                 is_known = isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNAVAILABLE
                 if not is_known and not self._is_stopped.is_set():
                     details = error.details() if isinstance(error, grpc.Call) else error
-                    say(f"the connection to the leading front broke: {details}")
+                    self._say_once(say, f"the connection to the leading front broke: {details}")
+                    self._is_stopped.wait(_PAUSE_S)
             except (SealError, OSError, ValueError, LookupError) as error:
-                say(f"cannot follow the leading front: {error}")
-                self._is_stopped.wait(1.0)
+                self._say_once(say, f"cannot follow the leading front: {error}")
+                self._is_stopped.wait(_PAUSE_S)
             finally:
                 sent.put(None)
                 call.cancel()
         return False
+
+    def _say_once(self, say: Callable[[str], None], text: str) -> None:
+        if text != self._said:
+            self._said = text
+            say(text)
 
     def _break_silent(self) -> None:
         while not self._is_stopped.wait(LOOK_EVERY_S):
@@ -195,7 +207,7 @@ def why_lost(addresses: Sequence[Endpoint], timeout_s: float = AGENT_S) -> str |
             problems.append(f"torchrun does not answer at {address}: {error.strerror or error}")
         else:
             return None
-    return "; ".join(problems)
+    return "; ".join(problems) or None
 
 
 def end_first(first: FirstFront, cluster_key: bytes | None) -> bool:

@@ -64,7 +64,7 @@ class KeptFiles:
             OSError: The kernel permits no further watch.
         """
         self._folder, self._note, self._node = folder, note, node
-        self._near: set[int] = set()  # ranks of this node
+        self.near = set(ranks_near(folder))  # ranks of this node
         self.on_replaced: Callable[[], None] = lambda: None  # called when the standby has taken over
         self._watch = FolderWatch(folder, left_out=LEFT_OUT)
         self._stream: PeerStream[Follow] | None = None
@@ -77,6 +77,7 @@ class KeptFiles:
         self._waits: dict[int, asyncio.Future[None]] = {}  # by mark
         self._first_mark = 0  # the one behind all files with which the present stream begins
         self._has_all = False  # whether the standby has answered it
+        self._is_behind = False  # an answer has waited in vain, so none waits until the standby has caught up
         self._is_over = False
         asyncio.get_running_loop().add_reader(self._watch.fd, self._look)
 
@@ -107,13 +108,16 @@ class KeptFiles:
 
     def note_rank(self, rank: int, node: str) -> None:
         """Record a rank that attaches. Those of this node are lost with it."""
-        if self._node and node == self._node and rank not in self._near:
-            self._near.add(rank)
-            replace_text(self._folder / _NEAR, json.dumps(sorted(self._near)))
+        if self._node and node == self._node and rank not in self.near:
+            self.near.add(rank)
+            try:
+                replace_text(self._folder / _NEAR, json.dumps(sorted(self.near)))
+            except OSError as error:
+                _LOG.error("cannot write the ranks of this node for the standby: %s", error)
 
     async def wait_until_copied(self) -> None:
-        """Wait until the standby has every file as it is now. Does not wait if none follows, or for more than COPY_TIMEOUT_S."""
-        if self._stream is None:
+        """Wait until the standby has every file as it is now, at most COPY_TIMEOUT_S. Does not wait if none follows or it is behind."""
+        if self._stream is None or self._is_behind:
             return
         self._look()
         mark = self._mark()
@@ -121,7 +125,11 @@ class KeptFiles:
         try:
             await asyncio.wait_for(self._waits[mark], COPY_TIMEOUT_S)
         except TimeoutError:
-            _LOG.warning("the standby has not written its copies within %g s", COPY_TIMEOUT_S)
+            if not self._is_behind:
+                self._is_behind = True
+                text = f"the standby has not written its copies within {COPY_TIMEOUT_S:g} s; responses do not wait for it until it has"
+                _LOG.warning(text)
+                self._note("standby_lost", text)
         finally:
             self._waits.pop(mark, None)
 
@@ -156,8 +164,8 @@ class KeptFiles:
                 self._is_new[path] = True
             else:
                 self._sent[path] = _Sent(found.st_ino, found.st_size)
-        self._marks.clear()
-        self._first_mark, self._has_all = self._mark(), False
+        self._marks = list(self._waits)
+        self._first_mark, self._has_all, self._is_behind = self._mark(), False, False
 
     def _look(self) -> None:
         """Take the kernel's reports."""
@@ -166,7 +174,9 @@ class KeptFiles:
         if changes.is_overrun:
             paths = dict.fromkeys([*self._watch.files(), *self._sent, *paths], True)
         for path, is_new in paths.items():
-            self._is_new[path] = self._is_new.get(path, False) or is_new
+            self._is_new[path] = (
+                self._is_new.pop(path, False) or is_new
+            )  # behind those that changed before it
         if paths:
             self._changed.set()
 
@@ -194,8 +204,9 @@ class KeptFiles:
         async for message in stream.received():
             if not isinstance(message, Copied):
                 raise ValueError(f"unexpected {type(message).__name__}")
-            if message.number == self._first_mark:
-                self._has_all = True
+            is_first = message.number == self._first_mark
+            if is_first or (self._is_behind and message.number == self._newest_mark):
+                self._has_all, self._is_behind = True, False
                 self._note("standby_follows", "the standby follows, and has all copies")
             wait = self._waits.get(message.number)
             if wait is not None and not wait.done():
@@ -205,7 +216,7 @@ class KeptFiles:
         while not self._is_over:
             await self._changed.wait()
             self._changed.clear()
-            while self._is_new:
+            while self._is_new and not self._is_over:
                 path = next(iter(self._is_new))
                 await self._send_file(stream, path, is_new=self._is_new.pop(path))
             marks, self._marks = self._marks, []

@@ -64,7 +64,8 @@ async def wait_until_lost(
     ends.cancel()
     copies.remove_partial()
     note_taken_over(folder)
-    _LOG.warning("the node of the leading front is lost (%s): this front takes over", why)
+    what = "" if following.has_copies else ", without all of its files"
+    _LOG.warning("the node of the leading front is lost (%s): this front takes over%s", why, what)
     return first
 
 

@@ -41,7 +41,8 @@ LIFETIME_S = 30 * 86_400  # OpenAI's default for batch files, and the maximum he
 LEAST_LIFETIME_S = 3600
 _CONTENT, _ABOUT = ".jsonl", ".json"
 _OURS = re.compile(r"file-[0-9a-f]{32}\.(jsonl|json|draft)")  # names from `new_id` and `write_json`
-_OWN_NAMES = ("lock", "batches")  # further names of a service
+_LOCK = "lock"
+_OWN_NAMES = (_LOCK, "batches")  # further names of a service
 _OF_SEVERAL = ", and each API key may use at most as much as stays free for the others"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _LOG = logging.getLogger("wideep.front")
@@ -114,7 +115,7 @@ class FileStore:
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             _make_private(directory)
-            self._lock = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._take_over()
         except BlockingIOError as error:
@@ -312,6 +313,19 @@ class FileStore:
             del self._lent[file_id]
         for ending in (_ABOUT, _CONTENT):
             (self.directory / (file_id + ending)).unlink(missing_ok=True)
+
+
+def is_in_use(directory: Path) -> bool:
+    """Return whether another service has the folder. False if that cannot be found out."""
+    with contextlib.suppress(OSError):
+        lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(lock)
+    return False
 
 
 def _missing(file_id: str, param: str) -> ApiError:

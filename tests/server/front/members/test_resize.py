@@ -188,6 +188,31 @@ def test_a_service_grows(tmp_path: Path) -> None:
     run(test)
 
 
+def test_the_standby_has_the_number_before_ranks_meet_and_losses_meanwhile_end_the_operation(
+    tmp_path: Path,
+) -> None:
+    async def test() -> None:
+        async with running(tmp_path) as service:
+            numbers: list[tuple[int, bool]] = []
+
+            async def note() -> None:
+                is_met = any(each[0] == "order" for each in service.told)
+                numbers.append((json.loads(service.file.read_text())["operation"]["wanted"], is_met))
+
+            async def note_and_lose() -> None:
+                await note()
+                service.kill(3)
+
+            service.resize_of.until_copied = note
+            assert (await service.scale(4)).phase is ResizePhase.COMPLETED
+            assert numbers == [(4, False)]
+            await service.scale(2)
+            service.resize_of.until_copied = note_and_lose
+            check_as_before(service, await service.scale(4), 2, "killed")
+
+    run(test)
+
+
 def test_a_service_shrinks_when_the_requests_have_moved(tmp_path: Path) -> None:
     async def test() -> None:
         async with running(tmp_path, 3) as service:

@@ -9,6 +9,8 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import openai
@@ -19,6 +21,7 @@ from server.link.rank_link import LinkError
 from server.serve.child_messages import FrontAddresses, announcement
 from server.serve.children import END_NOW_SIGNAL, READY_VARIABLE
 from server.serve.front import front_main
+from server.serve.front.front import Front
 from tests.support.service.forked import WIDEEP
 from tests.support.service.front_process import TIMEOUT_S, FrontProcess, without_times
 from tests.support.service.service_processes import wait_until
@@ -53,6 +56,27 @@ def test_connections_do_not_wait_for_a_replacement_if_there_are_other_fronts(
     options = options_for(tmp_path, f"--api-server-count={num_fronts}")
     with front_main._listener(options, place, {}) as listener:
         assert bool(listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)) == listens
+
+
+def test_a_port_is_reserved_for_a_standby_that_does_not_listen_yet() -> None:
+    with front_main.bind_http("127.0.0.1", 0, listens=False) as listener:
+        with socket.socket() as other:
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with pytest.raises(OSError, match="in use"):
+                other.bind(listener.getsockname())
+        listener.listen()
+
+
+@pytest.mark.parametrize(("is_replaced", "stopped"), [(False, [0, 1, 2]), (True, [0, 2])])
+def test_a_front_that_the_standby_has_replaced_stops_the_ranks_of_its_node_only(
+    is_replaced: bool, stopped: list[int]
+) -> None:
+    ended: list[int] = []
+    attached = dict.fromkeys(range(3))
+    ranks = SimpleNamespace(attached=attached, retire=ended.extend, stop=lambda: ended.extend(attached))
+    front: Any = SimpleNamespace(_is_replaced=is_replaced, _files=SimpleNamespace(near={0, 2}), _ranks=ranks)
+    Front._stop_ranks(front)
+    assert ended == stopped
 
 
 def client_of(front: FrontProcess, key: str = "none") -> openai.OpenAI:

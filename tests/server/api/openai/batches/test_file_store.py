@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from server.api.openai.batches.file_store import LIFETIME_S, FileStore, StoredFile, new_id
+from server.api.openai.batches.file_store import LIFETIME_S, FileStore, StoredFile, is_in_use, new_id
 from server.front.errors import ApiError
 from server.machine.steady_clock import GRACE_S, SteadyClock
 from server.options.flag import OptionsError
@@ -19,6 +19,15 @@ def store(directory: Path, **how: Any) -> FileStore:
 
 def add(files: FileStore, content: bytes = b"{}", owner: str = "me", **how: Any) -> StoredFile:
     return asyncio.run(files.add(content, owner=owner, filename="a.jsonl", **how))
+
+
+def test_a_folder_is_in_use_until_its_service_ends(tmp_path: Path) -> None:
+    assert not is_in_use(tmp_path / "none")
+    files = store(tmp_path / "a")
+    assert is_in_use(tmp_path / "a")
+    files.close()
+    assert not is_in_use(tmp_path / "a")
+    store(tmp_path / "a").close()
 
 
 def test_the_next_front_finds_what_was_kept_and_removes_halves(tmp_path: Path) -> None:
