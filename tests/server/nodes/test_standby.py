@@ -30,7 +30,7 @@ NUM_CLIENTS = 4
 RECOVERY_S = 20.0  # after the loss is noticed; 5 s on a machine that is not busy
 NOTICE_S = 15.0  # for a cut link: 3 s without an answer, 0.5 s until that is looked at, and 0.5 s for a connection to torchrun
 ANSWER_S = 120.0
-TEXT = {"model": "tiny", "max_tokens": 200, "ignore_eos": True}
+TEXT = {"model": "tiny", "max_tokens": 400, "ignore_eos": True}
 
 
 def worker(model: Path, num_fronts: int) -> list[str]:
