@@ -49,13 +49,19 @@ def test_a_step_waits_for_all_its_masks_together_and_no_longer_than_it_may() -> 
 
 
 def test_what_was_quick_before_is_computed_first() -> None:
-    masks, may_begin, order = MaskThreads(num_threads=1), threading.Event(), queue.Queue[str]()
+    masks, order = MaskThreads(num_threads=1), queue.Queue[str]()
+    has_begun, may_begin = threading.Event(), threading.Event()
 
     def compute(name: str) -> Mask:
         order.put(name)
         return MASK
 
-    first = masks.start(lambda: held_until(may_begin), 9.0)
+    def occupy() -> Mask:
+        has_begun.set()
+        return held_until(may_begin)
+
+    first = masks.start(occupy, 9.0)
+    assert has_begun.wait(60)
     rest = [
         masks.start(lambda name=name: compute(name), last_s)
         for name, last_s in (("slow", 0.1), ("quick", 0.001), ("new", 0.0))
