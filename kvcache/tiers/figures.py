@@ -31,7 +31,7 @@ class TierFigures(NamedTuple):
     num_fetches_declined: int = 0
     num_fetches_failed: int = 0
     num_faults: int = 0  # records with a wrong checksum, in a tier or after a transfer
-    num_dropped: int = 0  # blocks that were not stored on the disk because its copies fell behind
+    num_dropped: int = 0  # blocks that were not stored in a tier because copies fell behind
     host_bytes: int = 0  # gauges: bytes of the records in the tier
     host_capacity_bytes: int = 0
     disk_bytes: int = 0

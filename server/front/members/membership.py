@@ -144,10 +144,8 @@ class Epochs:
         """Ranks that may run steps without a further order, or with the steps of which this order ends an epoch."""
         if self.phase is Phase.STARTING:  # they meet without an order, or return to a restarted front
             return frozenset(self.ranks)
-        members = (
-            () if self.phase is Phase.WAITING else self.members
-        )  # they follow an order before their next step
-        return frozenset((*members, *self._leaving))
+        # Also while they wait for a rank: they keep requests, which go on in the next epoch with the adapters that they have.
+        return frozenset((*self.members, *self._leaving))
 
     @property
     def absent(self) -> list[int]:

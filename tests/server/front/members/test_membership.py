@@ -199,7 +199,9 @@ def test_members_that_cannot_hold_the_experts_wait_for_a_rank_to_come_back() -> 
     assert epochs.take_fault(0, 1, "no memory: 5 of 9 GB", is_final=True, now_s=5.5) == NOTHING
     epochs.take_fault(2, 1, "a peer is gone", is_final=False, now_s=5.6)
     assert (epochs.phase, epochs.next_due_s()) == (Phase.WAITING, 5.5 + RECOVERY_S)
-    assert not epochs.in_epoch, "they follow an order before their next step"
+    assert epochs.in_epoch == {0, 2}, (
+        "their requests go on in the next epoch, with the adapters that they have"
+    )
     assert (
         epochs.describe() == "rank 1 is lost: killed; rank 0 cannot continue without it: no memory: 5 of 9 GB"
     )
