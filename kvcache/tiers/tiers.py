@@ -261,11 +261,11 @@ class Tiers:
             self.peers.close()
         for jobs in self._jobs:
             jobs.put(None)
-        if self._disk_copies is not None:
-            self._disk_copies.close()
         self._following.put(None)
         until_s = time.monotonic() + _CLOSE_S
         for thread in self._threads:
+            if self._disk_copies is not None and thread is self._disk_copies.thread:
+                self._disk_copies.close()  # behind the copies of the last saves: the thread that saves has ended
             thread.join(timeout=max(0.0, until_s - time.monotonic()))
 
     def _work(
@@ -284,7 +284,7 @@ class Tiers:
                     jobs.put(job)
             elif isinstance(job, SaveJob) or self._begin(job):
                 self._do(job, units, early)
-            if jobs.empty():
+            if jobs.empty() or not is_written:  # then the job in the queue is this one
                 for tier in self._tiers[:1] if saves else list(self._tiers):
                     self.count_records(tier)
                 self.on_idle()

@@ -356,6 +356,35 @@ def test_a_sleeping_step_loop_learns_of_a_save_that_ends_before_a_flush(
     assert is_idle.wait(10) and rank.tiers.finished() == [save]
 
 
+def test_the_last_saves_are_on_the_disk_when_the_tiers_are_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = Rank(disk=tmp_path / "kv")
+    host, disk = (tier.blocks for tier in rank.tiers._tiers)
+    slow = SlowFile(host, monkeypatch)
+    rank.tiers.save(SaveJob(0, key_of(0)))
+    assert slow.has_begun.wait(30)
+    closing = Thread(target=rank.tiers.close)
+    closing.start()
+    rank.until(lambda: rank.tiers._jobs[0].empty() and not rank.tiers._threads[0].is_alive())
+    slow.may_end.set()
+    closing.join(30)
+    assert disk.has(key_of(0))
+
+
+def test_a_sleeping_step_loop_learns_of_saves_while_a_flush_cannot_be_written(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_idle, blocks = Event(), rank.tiers._tiers[0].blocks
+    rank.tiers.on_idle = is_idle.set
+    monkeypatch.setattr(blocks, "advance_to", lambda _generation: False)
+    rank.tiers.forget(5)
+    rank.tiers.save(SaveJob(0, key_of(0)))
+    rank.until(lambda: rank.tiers.has_finished)
+    is_idle.clear()
+    assert is_idle.wait(10)
+
+
 def test_a_block_that_host_memory_replaced_before_its_copy_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
