@@ -68,7 +68,8 @@ def killed(service: RealService, tiers: Path) -> Killed:
     wait_until(lambda: figure(service, name, label) > before, lambda: "nothing is stored", within_s=60)
     processes = [*service.descendants(), *(process.pid for process in service.processes)]
     for pid in processes:
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it died with its parent
+            os.kill(pid, signal.SIGKILL)
     assert all(has_ended(pid, 60) for pid in processes)
     return Killed(answers, tier_flags(tiers), blocks, first_byte)
 
